@@ -24,6 +24,7 @@ from groupwise.data.prompts import (
 from groupwise.data.sources import load_problems
 from groupwise.episodes.tools import calculator
 from groupwise.errors import DataError, ModelError
+from groupwise.rewards.functions import is_well_formed
 from groupwise.types import Problem, Prompt
 
 CHAT = PromptConfig()
@@ -176,6 +177,20 @@ def test_worked_completions() -> None:
     assert worked_completion(gsm8k, "plain") == "48/2 = 24 clips.\nSo 42.\n#### 42"
     assert worked_completion(problem("?", solution="It is $\\boxed{42}$."), "boxed") == "It is $\\boxed{42}$."
     assert worked_completion(problem("?"), "xml") == "<answer>\n42\n</answer>"
+
+
+@pytest.mark.parametrize(
+    ("solution", "style", "target"),
+    [
+        ("<reasoning>6 x 7</reasoning><answer>42</answer>", "xml", "<reasoning>\n6 x 7\n</reasoning>\n<answer>\n42\n</answer>"),
+        ("6 x 7. <answer>42</answer>", "xml", "<reasoning>\n6 x 7.\n</reasoning>\n<answer>\n42\n</answer>"),
+        (r"So $\boxed{42 \text{ cm}}$", "boxed", "So $42 \\text{ cm}$\n\\boxed{42}"),
+        (r"\boxed{\frac{4}{2}} or \boxed{42}", "boxed", "\\frac{4}{2} or 42\n\\boxed{42}"),
+    ],
+)
+def test_a_solution_in_a_form_already_is_taught_in_the_form_asked_for(solution: str, style: Any, target: str) -> None:
+    assert worked_completion(problem("?", solution=solution), style) == target
+    assert is_well_formed(target, style)
 
 
 def test_worked_completions_earn_full_marks(shared_data: Path) -> None:

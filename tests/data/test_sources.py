@@ -41,6 +41,9 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "a.jsonl": write_jsonl,
     "a.json": lambda path: path.write_text(json.dumps(ROWS), encoding="utf-8"),
     "wrapped.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS}), encoding="utf-8"),
+    "columns.json": lambda path: path.write_text(
+        json.dumps({name: [row[name] for row in ROWS] for name in ROWS[0]}), encoding="utf-8"
+    ),
     "lines.json": write_jsonl,
     "bom.jsonl": lambda path: path.write_text("\ufeff" + "\n\n".join(map(json.dumps, ROWS)), encoding="utf-8"),
     "a.csv": write_csv,
@@ -86,6 +89,22 @@ def test_folders_with_a_file_per_split(tmp_path: Path) -> None:
     assert {p.question for p in found.held_out} == {r["question"] for r in ROWS[:10]}
     with pytest.raises(DataError, match=r"no file for split 'dev' \(it has data/train-00000-of-00002.jsonl, .*test.jsonl\)"):
         load_problems(config(tmp_path, split="dev"))
+
+
+def test_subsets_in_folders_of_their_own_are_not_read_as_one(tmp_path: Path) -> None:
+    """As in a clone of openai/gsm8k, whose other subset asks the same questions again."""
+    for subset, rows in (("main", ROWS[:10]), ("socratic", ROWS[10:20])):
+        (tmp_path / "gsm8k" / subset).mkdir(parents=True)
+        write_jsonl(tmp_path / "gsm8k" / subset / "train-00000-of-00001.jsonl", rows)
+    named = load_problems(DataConfig(source="gsm8k", folder=str(tmp_path), holdout=0)).train
+    assert [p.question for p in named] == [r["question"] for r in ROWS[:10]]
+    chosen = load_problems(config(tmp_path / "gsm8k", subset="socratic", holdout=0)).train
+    assert [p.question for p in chosen] == [r["question"] for r in ROWS[10:20]]
+    with pytest.raises(DataError, match=r"split 'train' in main and in socratic.*set data.subset"):
+        load_problems(config(tmp_path / "gsm8k"))
+    write_jsonl(tmp_path / "gsm8k" / "train.jsonl", ROWS[20:30])
+    nearest = load_problems(config(tmp_path / "gsm8k", holdout=0)).train
+    assert [p.question for p in nearest] == [r["question"] for r in ROWS[20:30]]
 
 
 def test_the_split_is_reproducible_disjoint_and_does_not_depend_on_order_or_limit(tmp_path: Path) -> None:
@@ -264,6 +283,15 @@ def test_bad_columns_get_a_sentence(tmp_path: Path, row: Any, settings: Any, mes
         ("a.json", "{oops", "is not JSON"),
         ("a.csv", "question,answer\na,b,c\n", "a.csv line 2 does not have the header's 2 fields"),
         ("a.csv", "question,answer\na\n", "a.csv line 2 does not have the header's 2 fields"),
+        ("a.csv", "\nquestion,answer\na,b\n", "a.csv line 1 is empty: it must name the columns"),
+        ("a.csv", "question,answer,answer\na,b,c\n", "a.csv has several columns 'answer'"),
+        ("a.csv", 'question,answer\na,1\nb,"2\nc,3\nd,4\n', "a.csv line 3 is not CSV"),
+        ("a.tsv", 'question\tanswer\na\t1\n"Wow, how many?\t5\nNext?\t6\n"Another\t7\n', "a.tsv line 3 is not CSV"),
+        (
+            "a.json",
+            '{"train": [{"question": "q", "answer": "5"}], "test": [{"question": "r", "answer": "6"}]}',
+            r"\(train, test\)",
+        ),
         ("a.parquet", "no parquet", "is not a Parquet file"),
         ("a.jsonl", b"\xff\xfe", "is not UTF-8"),
         ("a.txt", "x", "'.txt', which is not a data format"),

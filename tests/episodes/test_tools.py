@@ -217,6 +217,8 @@ def test_the_calculator_computes_what_python_does() -> None:
     [
         ("12 x 3", "36"), ("12×3", "36"), ("7 / 2", "3.5"), ("8 / 2", "4"), ("2 ^ 10", "1024"), ("-3 + 1,000", "997"),
         ("1/3", "0.333333333333"), ("10 % 4", "2"), ("7 // 2", "3"), (" ( 2 + 3 ) * 4 ", "20"), ("1e3", "1000"),
+        ("(1 + 0.05/365)^(365*2)", "1.10516334913"), ("1.01^401", "54.0593583804"), ("0.99^500", "0.00657048304241"),
+        ("1/100000", "0.00001"), ("10^15/3", "333333333333333.3"), ("0.1 + 0.2", "0.3"),
     ],
 )  # fmt: skip
 def test_the_calculator_reads_usual_signs(expression: str, value: str) -> None:
@@ -228,6 +230,7 @@ def test_the_calculator_reads_usual_signs(expression: str, value: str) -> None:
     [
         "", "hello", "__import__('os')", "(1).__class__", "[1]", "1 if 1 else 2", "f'{1}'", "9**9**9**9", "2**10000", "1 << 99999",
         "1 / 0", "0 ** -1", "(" * 99, "1+" * 150 + "1", "'a' * 9", "1j * 1j", "(-8) ** 0.5", "True + 1", "lambda: 1", "1e308 * 10", "1e999",
+        "2.0 ** 5000",
     ],
 )  # fmt: skip
 def test_the_calculator_refuses_quickly_what_is_no_arithmetic(expression: str) -> None:

@@ -20,7 +20,7 @@ from groupwise.evaluation import (
     rescore,
     write_records,
 )
-from groupwise.evaluation.figures import figures
+from groupwise.evaluation.figures import figures, first_samples
 from groupwise.evaluation.records import latex_right, make_record
 from groupwise.metrics import wilson_interval
 from groupwise.tracking.tables import comparison_lines, condition_line, condition_lines, judged_tables, legend, summary_lines
@@ -252,6 +252,22 @@ def test_what_could_not_be_checked_is_left_out_and_counted_and_never_wrong(monke
     monkeypatch.undo()
     assert rescore_one(found.records[2])["strict"] is False
     assert "unchecked" not in rescore_one(found.records[2])
+
+
+def test_unchecked_samples_of_one_problem_leave_those_of_the_others():
+    def record(problem, strict, response):
+        return {"problem": problem, "strict": strict, "lenient": strict, "latex": strict, "format": True, "finish_reason": "stop",
+                "tokens": 3, "response": response, "extracted": response, "answer": "1"}  # fmt: skip
+
+    records = [record("a", i < 2, str(i)) for i in range(8)]
+    records += [record("b", None if i else True, "1") for i in range(8)]
+    found = figures(records)
+    assert (found["n"], found["samples"], found["unchecked"]) == (2, 8, 7)
+    assert list(found["pass_at"]) == ["1", "2", "4", "8"]
+    assert found["pass_at"]["1"][0] == pytest.approx((2 / 8 + 1) / 2)
+    assert found["pass_at"]["2"][0] == pytest.approx(1 - math.comb(6, 2) / math.comb(8, 2)), "of b one sample is known"
+    before, after = ([record("a", was, ""), record("b", then, "")] for was, then in ((True, True), (False, None)))
+    assert first_samples(before, after) == [(True, False)]
 
 
 def rescore_one(record):

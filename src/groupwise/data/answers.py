@@ -35,6 +35,7 @@ __all__ = [
     "latex_failures",
     "numeric_equal",
     "numeric_value",
+    "without_places",
 ]
 
 AnswerStyle = Literal["xml", "boxed", "plain"]
@@ -160,6 +161,20 @@ def _last_boxed(text: str) -> str | None:
             if start is not None and (last is None or start > last[0]):
                 last = (start, match.start())
     return None if last is None else text[last[0] : last[1]]
+
+
+def without_places(text: str) -> str:
+    r"""``text`` without its ``<answer>`` blocks, other tags of the form, and ``\boxed{}``, whose content stays."""
+    text = re.sub(r"</?(?:reasoning|answer)>", "", XML_BLOCK.sub("", text))
+    kept, end, boxes = [], 0, []
+    for match in BRACE.finditer(text):
+        token = match.group()
+        if token.startswith("\\boxed") or token == "{":
+            boxes.append(token != "{")
+        if token.startswith("\\boxed") or (token == "}" and boxes and boxes.pop()):
+            kept.append(text[end : match.start()])
+            end = match.end()
+    return "".join([*kept, text[end:]]).strip()
 
 
 def extract_last_number(text: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from groupwise.config.schema import DataConfig, PromptConfig
-from groupwise.data.answers import AnswerStyle, extract_answer
+from groupwise.data.answers import AnswerStyle, extract_answer, without_places
 from groupwise.data.named import NAMED, canonical_name, prepared_style
 from groupwise.data.readers import peek_columns
 from groupwise.errors import DataError, ModelError
@@ -139,16 +139,17 @@ def _merge_system(messages: Sequence[Message]) -> list[Message]:
 def worked_completion(problem: Problem, style: AnswerStyle) -> str:
     """A supervised target: the row's worked solution, then the answer, in the format that ``style`` asks for.
 
-    The solution is ``problem.columns["solution"]`` without GSM8K's ``<<48/2=24>>`` marks and its ``####`` line; where a row has
-    none, the target is the answer alone.
+    The solution is ``problem.columns["solution"]`` without GSM8K's ``<<48/2=24>>`` marks, its ``####`` line, and tags and boxes that it has
+    already; where a row has none, the target is the answer alone.
     """
     solution = CALCULATOR_MARK.sub("", str(problem.columns.get("solution") or ""))
     solution = solution.rpartition("####")[0].strip() if "####" in solution else solution.strip()
+    if style == "boxed" and solution.count("\\boxed") == 1 and extract_answer(solution, "boxed") == problem.answer:
+        return solution
+    solution = without_places(solution)
     if style == "xml":
         reasoning = f"<reasoning>\n{solution}\n</reasoning>\n" if solution else ""
         return f"{reasoning}<answer>\n{problem.answer}\n</answer>"
-    if style == "boxed" and extract_answer(solution, "boxed") == problem.answer:
-        return solution
     last = f"\\boxed{{{problem.answer}}}" if style == "boxed" else f"#### {problem.answer}"
     return f"{solution}\n{last}" if solution else last
 

@@ -70,7 +70,7 @@ def read_table(source: str, split: str, subset: str | None = None, folder: Path 
     elif path.is_file():
         table = _file_table(path, split)
     else:
-        table = _read_folder(path, split, subset)
+        table = _read_folder(path, split, subset or (NAMED[name].subset if name else None))
     if name is not None:  # problems keep their ids wherever the copy lies
         table = Table(table.rows, name, split)
     if not table.rows:
@@ -163,27 +163,52 @@ def _json_rows(path: Path) -> Iterator[Row]:
             return
         raise DataError(f"{str(path)!r} is not JSON ({error}): it must hold a list of objects") from error
     if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-        content = lists[0] if len(lists) == 1 else [content]
+        content = _rows_of_object(path, content)
     if not isinstance(content, list):
         raise DataError(f"{str(path)!r} holds a {type(content).__name__}: it must hold a list of objects")
     for number, values in enumerate(content, start=1):
         yield _row(f"{path.name} entry {number}", values)
 
 
+def _rows_of_object(path: Path, content: dict[str, object]) -> object:
+    """The one list of objects in a JSON object, the rows of columns, or the object as a row of its own."""
+    lists = {name: value for name, value in content.items() if isinstance(value, list)}
+    of_objects = {name: value for name, value in lists.items() if value and isinstance(value[0], dict)}
+    if len(of_objects) > 1:
+        raise DataError(
+            f"{str(path)!r} holds several lists of objects ({', '.join(of_objects)}): write each to a file of its own, such as train.json"
+        )
+    if of_objects:
+        return next(iter(of_objects.values()))
+    if len(lists) == len(content) and len({len(value) for value in lists.values()}) == 1:
+        return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [content]
+
+
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter=delimiter)
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)  # else an open quote swallows the rows that follow
+        begin = 1
         try:
+            names = list(reader.fieldnames or ())
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise DataError(f"{path.name} has several columns {twice[0]!r}: rename all but one")
+            begin = reader.line_num + 1
             for values in reader:
+                begin = reader.line_num + 1
                 if None in values or None in values.values():
                     raise DataError(
-                        f"{path.name} line {reader.line_num} does not have the header's {len(reader.fieldnames or ())} fields: "
+                        f"{path.name} line {reader.line_num} does not have the header's {len(names)} fields: "
                         "quote fields that hold the separator"
+                        if names
+                        else f"{path.name} line 1 is empty: it must name the columns"
                     )
                 yield Row(f"{path.name} line {reader.line_num}", values)
         except csv.Error as error:
-            raise DataError(f"{path.name} line {reader.line_num} is not CSV ({error}): fix the line") from error
+            raise DataError(
+                f"{path.name} line {begin} is not CSV ({error}): a field that begins with a quote must end with one, and quotes within it "
+                "are doubled; or write JSONL"
+            ) from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -221,6 +246,12 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     """``train.jsonl``, or shards such as ``data/train-00000-of-00002.parquet``; or the only data file that there is."""
     files = _data_files(folder)
     named = [f for f in files if f.stem == split or f.stem.startswith((f"{split}-", f"{split}_", f"{split}."))]
+    named = [f for f in named if f.parent == folder] or named
+    if len(places := sorted({f.parent.name for f in named})) > 1:
+        raise DataError(
+            f"folder {str(folder)!r} has split {split!r} in {' and in '.join(places)}, which are data sets of their own: set data.subset "
+            "to one of them, or give the file itself as data.source"
+        )
     exact = [f for f in named if f.stem == split]
     if not named and len(files) == 1 and split == "train" and files[0].stem not in SPLIT_NAMES:
         return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -261,7 +262,10 @@ def fallen_evaluation(run: RunRecord) -> tuple[str, float, float] | None:
         stages = [e for e in run.evaluations if e.mode == mode and e.stage != "eval"]
         if len(stages) < 2:
             continue
-        best, last = max(stages[:-1], key=lambda e: e.share("strict")), stages[-1]
+        judged = [e for e in stages[:-1] if not math.isnan(e.share("strict"))]
+        if not judged:
+            continue
+        best, last = max(judged, key=lambda e: e.share("strict")), stages[-1]
         pairs = first_samples(best.records, last.records)
         broken, fixed = pairs.count((True, False)), pairs.count((False, True))
         if broken > fixed and mcnemar_p_value(broken, fixed) < 0.05:
@@ -286,12 +290,12 @@ def lost_answers(run: RunRecord) -> Evidence | None:
         if broken > fixed and mcnemar_p_value(broken, fixed) < 0.01:
             before, after = (sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1))
             strict = first_samples(first.records, last.records)
-            form_before, form_after = (sum(pair[i] for pair in strict) / len(strict) for i in (0, 1))
+            form_before, form_after = (sum(pair[i] for pair in strict) / max(1, len(strict)) for i in (0, 1))
             by_problem = (
                 {r["problem"]: r for r in reversed(e.records)} for e in (first, last)
             )  # the first samples, which were paired
             was, now = by_problem
-            lost = [r for name, r in now.items() if name in was and was[name]["lenient"] and not r["lenient"]]
+            lost = [r for name, r in now.items() if name in was and was[name]["lenient"] and r["lenient"] is False]
             return Evidence(
                 f"held out ({mode}, {first.stage} to {last.stage}), right anywhere in the answer fell from {before:.1%} to "
                 f"{after:.1%}, and right in the place asked for went from {form_before:.1%} to {form_after:.1%}",

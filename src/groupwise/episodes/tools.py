@@ -13,6 +13,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from groupwise.episodes.formats import Asked
@@ -241,7 +242,12 @@ def calculator(expression: str) -> str:
     value = _value(tree.body)
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
-    return str(value) if isinstance(value, int) else f"{value:.12g}"
+    if isinstance(value, int):
+        return str(value)
+    digits = min(
+        17, max(12, len(str(int(abs(value)))) + 1)
+    )  # twelve hide what binary fractions add; none before the point is lost
+    return format(Decimal(f"{value:.{digits}g}"), "f")
 
 
 def _value(node: ast.expr) -> int | float:
@@ -252,12 +258,15 @@ def _value(node: ast.expr) -> int | float:
         value = _OPERATORS[type(node.op)](_value(node.operand))
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and abs(right) * max(1, _bits(left)) > _LARGEST_BITS:
+        whole = isinstance(left, int) and isinstance(right, int)
+        if isinstance(node.op, ast.Pow) and whole and abs(right) * max(1, _bits(left)) > _LARGEST_BITS:
             raise ValueError("the result is too large")
         try:
             value = _OPERATORS[type(node.op)](left, right)
         except ZeroDivisionError:
             raise ValueError("division by zero") from None
+        except OverflowError:
+            raise ValueError("the result is too large") from None
     else:
         raise ValueError("only numbers, parentheses and + - * / // % ** can be computed")
     if isinstance(value, complex) or _bits(value) > _LARGEST_BITS:

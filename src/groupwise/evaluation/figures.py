@@ -69,16 +69,17 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
     ``pass_at`` and ``majority_at`` by k where there are several samples of every problem, and what was written.
 
     pass@k and majority@k go by the strict verdict. Records without one (``None``: math-verify gave no verdict) are left out of all
-    figures and counted as ``unchecked``, which is absent where there are none.
+    figures and counted as ``unchecked``, which is absent where there are none. A problem with fewer than k others has no part in pass@k
+    and majority@k.
 
     Raises DataError where no record is left.
     """
+    samples = min((len(group) for group in by_problem(records).values()), default=0)
     unchecked = sum(record["strict"] is None for record in records)
     records = [record for record in records if record["strict"] is not None]
     if not records:
         raise DataError(f"math-verify gave no verdict on any of {unchecked} completions: check that it is installed and starts")
     grouped = by_problem(records)
-    samples = min(len(group) for group in grouped.values())
     result: dict[str, Any] = {
         "n": len(grouped),
         "samples": samples,
@@ -146,8 +147,9 @@ def estimate(scores_P: Sequence[float], samples: int) -> tuple[float, float, flo
 def at_each_k(
     grouped: Mapping[str, Sequence[Record]], samples: int, score: Callable[[Sequence[Record], int], float]
 ) -> dict[str, list[float]]:
-    """``score(samples of a problem, k)`` averaged over problems, for k = 1, 2, 4 ... and the number of samples."""
-    return {str(k): list(estimate([score(group, k) for group in grouped.values()], samples)) for k in each_k(samples)}
+    """``score(samples of a problem, k)`` averaged over problems of at least k samples, for k = 1, 2, 4 ... and ``samples``."""
+    scores = {k: [score(group, k) for group in grouped.values() if len(group) >= k] for k in each_k(samples)}
+    return {str(k): list(estimate(scores_P, samples)) for k, scores_P in scores.items() if scores_P}
 
 
 def each_k(samples: int) -> list[int]:
@@ -229,9 +231,10 @@ def headline_verdict(*evaluations: Sequence[Record]) -> str:
 
 def first_samples(before: Sequence[Record], after: Sequence[Record], key: str = "strict") -> list[tuple[bool, bool]]:
     """Verdicts (before, after) of each problem that both judge, by the first sample of each: further samples of a problem
-    are no pairs of their own."""
-    first, then = ({record["problem"]: bool(record[key]) for record in reversed(records)} for records in (before, after))
-    return [(first[problem], then[problem]) for problem in dict.fromkeys(r["problem"] for r in after) if problem in first]
+    are no pairs of their own. Without problems of which either verdict is unknown (``None``)."""
+    first, then = ({record["problem"]: record[key] for record in reversed(records)} for records in (before, after))
+    pairs = [(first.get(problem), then[problem]) for problem in dict.fromkeys(r["problem"] for r in after)]
+    return [(bool(was), bool(now)) for was, now in pairs if was is not None and now is not None]
 
 
 def count_right(samples_of_one: Sequence[Record], key: str) -> int:

@@ -105,8 +105,9 @@ class EvaluationRecords:
         return int(match[1]) if match else None
 
     def share(self, key: str) -> float:
-        """Share of records in which ``key`` is true; NaN without records."""
-        return sum(bool(record[key]) for record in self.records) / len(self.records) if self.records else math.nan
+        """Share of records in which ``key`` is true, of those in which it is known (not ``None``); NaN without any."""
+        known = [record[key] for record in self.records if record[key] is not None]
+        return sum(map(bool, known)) / len(known) if known else math.nan
 
 
 @dataclass(frozen=True)
