@@ -171,6 +171,22 @@ def test_a_kill_in_the_last_evaluation_costs_nothing_but_it(small_config, letter
     assert result.summary["steps"] == 3
 
 
+def test_a_run_that_a_callback_ended_and_a_kill_stopped_is_judged_and_learns_no_more(
+    small_config, letters, quiet, tmp_path, monkeypatch
+):
+    config = small_config(training={"steps": 4}, output=CHECKPOINTS)
+    ends_in(monkeypatch, "final", Killed)
+    with pytest.raises(Killed):
+        go(config, letters, quiet, tmp_path / "run", on_step=lambda report: report.step < 3)
+    monkeypatch.undo()
+    model = content(tmp_path / "run" / "final_model")
+    monkeypatch.setattr(Run, "learn", lambda *words: pytest.fail("a step was made"))
+    result = go(config, letters, quiet, tmp_path / "run", resume=True)
+    assert content(result.folder / "final_model") == model
+    assert result.summary["steps"] == 3
+    assert [row["stage"] for row in result.summary["evaluations"]][-1] == "final"
+
+
 @pytest.mark.slow
 def test_more_steps_of_a_run_that_was_ended_so(small_config, letters, quiet, tmp_path, monkeypatch):
     """Without a checkpoint they cannot be made, and its model stays; with one they are."""

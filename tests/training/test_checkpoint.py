@@ -161,6 +161,28 @@ def test_old_checkpoints_are_removed_and_incomplete_ones_ignored(small_config, l
     assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
+def test_the_best_is_kept_by_what_later_checkpoints_know_of_it_too(small_config, letters, quiet, tmp_path):
+    """One may be judged after it was saved: a signal came in between, or its run was finished and got more steps."""
+    run = begun(small_config(), letters, quiet, tmp_path / "run")
+
+    def save_with(step, **about):
+        write_snapshot(tmp_path / "kept", take_snapshot(step, run.policy, run.learner, about=about), 1, keep_best=True)
+        return sorted(path.name for path in (tmp_path / "kept").iterdir())
+
+    assert save_with(1, score=0.3) == ["step-1"], "of an earlier version"
+    assert save_with(2, scores={}) == ["step-1", "step-2"]
+    assert save_with(3, scores={"step-2": 0.9}) == ["step-2", "step-3"]
+    assert save_with(4, scores={"step-2": 0.9, "step-4": 0.5}) == ["step-2", "step-4"]
+    assert save_with(5, scores={"step-2": 0.9, "step-4": 0.5, "step-5": 0.95}) == ["step-5"]
+
+
+def test_a_checkpoint_that_lacks_what_the_settings_need_is_not_called_damaged(small_config, letters, quiet, tmp_path):
+    saved = save(tmp_path / "kept", 1, begun(small_config(), letters, quiet, tmp_path / "run"), keep=1)
+    with_reference = begun(small_config(algorithm=ALGORITHM), letters, quiet, tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"step-1 is whole, but does not hold .*reference.*take back what was changed"):
+        load_checkpoint(saved, with_reference.learner)
+
+
 def test_a_save_that_was_killed_leaves_the_one_before_and_can_be_repeated(small_config, letters, quiet, tmp_path, monkeypatch):
     run = begun(small_config(), letters, quiet, tmp_path / "run")
     kept = tmp_path / "kept"

@@ -112,6 +112,25 @@ def test_fp16_leaves_an_overflow_out_and_recovers():
     assert torch.equal(optimizer.masters[0], unscaled.masters[0]), "powers of two leave no trace"
 
 
+def test_the_loss_is_scaled_where_fp16_lies_beneath_fp32_parameters():
+    """As an adapter's are: their gradient comes through the base, and keeps what fp16 alone would lose."""
+    torch.manual_seed(0)
+    base, start = torch.randn(8, 8).half(), torch.randn(8, 8)
+
+    def learnt(half):
+        weight = nn.Parameter(start.clone())
+        optimizer = MasterAdamW([("w", weight)], OptimizerConfig(learning_rate=1e-2, max_grad_norm=None), half=half)
+        (optimizer.loss_scale * 1e-9 * (base @ weight.half()).float().sum()).backward()
+        return optimizer.loss_scale, optimizer.step(1e-2)[0], optimizer
+
+    scale, norm, optimizer = learnt(True)
+    assert scale == 2.0**16
+    assert norm == pytest.approx(1e-9 * float(base.float().sum(0).norm()) * math.sqrt(8), rel=1e-2)
+    scale, norm, unscaled = learnt(None)
+    assert (scale, norm) == (1.0, 0.0), "1e-9 is nothing in fp16"
+    optimizer.load_state(unscaled.state())  # of a version that did not scale it
+
+
 def test_the_scale_comes_back_up_and_never_below_1():
     scale = LossScale(patience=3)
     for _ in range(40):
@@ -133,9 +152,13 @@ def test_the_scale_is_part_of_the_state():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision"), [("float16", "masters"), ("bfloat16", "stochastic"), ("bfloat16", "pure"), ("bfloat16", "masters")]
-)
-def test_tiny_runs_in_every_precision(small_config, letters, quiet, tmp_path, dtype, precision):
+    ("dtype", "precision", "lora"),
+    [
+        ("float16", "masters", None), ("bfloat16", "stochastic", None), ("bfloat16", "pure", None), ("bfloat16", "masters", None),
+        ("float16", "masters", {"rank": 2, "alpha": 4}),
+    ],
+)  # fmt: skip
+def test_tiny_runs_in_every_precision(small_config, letters, quiet, tmp_path, dtype, precision, lora):
     """The first step, before any update, has the numbers of fp32 up to rounding."""
 
     def steps(name, **sections):
@@ -146,7 +169,7 @@ def test_tiny_runs_in_every_precision(small_config, letters, quiet, tmp_path, dt
         )  # fmt: skip
         return found
 
-    model = small_config().model.model_dump() | {"dtype": dtype}
+    model = small_config().model.model_dump() | {"dtype": dtype, "lora": lora}
     found = steps("narrow", model=model, optimizer={"precision": precision, "learning_rate": 1e-4})
     assert found[0]["policy/entropy"] == pytest.approx(steps("wide")[0]["policy/entropy"], rel=0.02)
     assert ("optimizer/loss_scale" in found[0]) == (dtype == "float16")
@@ -259,6 +282,11 @@ def test_an_optimiser_with_a_home_of_its_own_walks_the_same_path(dtype):
             assert weight.grad is None
         assert torch.equal(near, far)
     assert "master.w" in apart.state()
+    for gradient in apart.gradients():
+        assert gradient is None
+    apart.zero_gradient(0).add_(1.0)  # what other processes have for one with nothing to learn
+    assert apart.step(1e-2) == (pytest.approx(math.sqrt(320)), True)
+    assert far.grad is None
     with pytest.raises(ConfigError, match="precision=masters"):
         build_config({"optimizer": {"offload": True, "precision": "stochastic"}})
 

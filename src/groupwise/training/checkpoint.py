@@ -108,7 +108,7 @@ def take_snapshot(
 ) -> Snapshot:
     """The state after ``step`` steps, as ``step-N``; with ``updates`` of the next one's made too, as ``step-N-update-K``.
 
-    ``about``: what else ``state.json`` says, as JSON values; ``score`` in it is what ``keep_best`` goes by.
+    ``about``: what else ``state.json`` says, as JSON values; ``keep_best`` goes by ``scores`` in it, by the names of checkpoints.
 
     Where processes divide the weights, for all of them at once: the first one's is whole, a copy, and no other can be written.
     """
@@ -183,7 +183,12 @@ def restore_state(checkpoint: Path, learner: Learner, state: Mapping[str, Any]) 
         for name, part in learner.parts.items():
             tensors = checkpoint / f"{_PART}{name}.safetensors"
             part.load_checkpoint_state(load_file(tensors) if tensors.is_file() else {}, state.get("parts", {}).get(name, {}))
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+    except (FileNotFoundError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint} is whole, but does not hold what these settings need ({error}): take back what was changed "
+            "(algorithm.kl, algorithm.value, optimizer.precision, the model), or start a new run"
+        ) from error
+    except (OSError, SafetensorError) as error:
         raise unreadable(checkpoint, error) from error
     learner.updates, learner.dropped_in_a_row = int(state["updates"]), int(state.get("dropped_in_a_row", 0))
     learner.renewed_before = int(state.get("renewed_before", 0))

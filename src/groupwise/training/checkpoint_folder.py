@@ -201,18 +201,25 @@ def remove_old(folder: Path, keep: int, keep_best: bool) -> None:
     newest_first = sorted(_complete(folder), key=_step_of, reverse=True)
     kept = set(newest_first[:keep])
     if keep_best:
-        scored = [(score, [-n for n in _step_of(p)], p) for p in newest_first if (score := _score(p)) is not None]
+        scores: dict[str, float] = {}
+        for checkpoint in reversed(newest_first):
+            scores |= _scores(checkpoint)
+        scored = [(scores[p.name], [-n for n in _step_of(p)], p) for p in newest_first if p.name in scores]
         kept |= {max(scored)[2]} if scored else set()
     for old in [*(p for p in newest_first if p not in kept), *folder.glob(".step-*.partial")]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _score(checkpoint: Path) -> float | None:
+def _scores(checkpoint: Path) -> dict[str, float]:
+    """Scores of checkpoints by name, as this one knows them."""
     try:
-        score = read_state(checkpoint).get("score")
+        state = read_state(checkpoint)
     except CheckpointError:
-        return None
-    return None if score is None else float(score)
+        return {}
+    own = (
+        {} if state.get("score") is None else {checkpoint.name: state["score"]}
+    )  # of an earlier version, which knew its own alone
+    return {name: float(score) for name, score in (own | state.get("scores", {})).items()}
 
 
 def _files(folder: Path, chosen: set[str] | None = None) -> dict[str, dict[str, Any]]:

@@ -30,7 +30,7 @@ def write_model(run: Run, policy: Policy | None) -> None:
     """The model, in place of an earlier end's, and what else a run needs that resumes with nothing but its judgement."""
     assert policy is not None, "the first process has the whole weights"
     folder = run.folder
-    about = {"step": run.done, "steps_asked": run.config.training.steps, **about_run(run.prepared, run.evaluations, None)}
+    about = {"step": run.done, "steps_asked": run.config.training.steps, **about_run(run.prepared, run.evaluations)}
     try:
         if folder.final_model.exists():
             save_model(policy, folder.new_model)

@@ -76,8 +76,9 @@ def train(
                 run.evaluate_at_start("base")
                 run.warm_start()
             done = run.begin_learning()
-            with run.trackers.phase("GRPO", max(done, run.config.training.steps), "steps", done) as bar:
-                for step in range(done, run.config.training.steps):
+            with run.trackers.phase("GRPO", done if run.trained else max(done, run.config.training.steps), "steps", done) as bar:
+                # A run that was ended early, and stopped while it was judged, has no steps to make.
+                for step in range(done, done if run.trained else run.config.training.steps):
                     run.renew_reference_if_due(step)
                     rollout = run.collect(step, bar)
                     advantages = run.learn(rollout)

@@ -205,17 +205,23 @@ class MasterAdamW:
     """
 
     def __init__(
-        self, parameters: list[tuple[str, nn.Parameter]], config: OptimizerConfig, home: torch.device | None = None
+        self,
+        parameters: list[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        home: torch.device | None = None,
+        half: bool | None = None,
     ) -> None:
         """``home``: where masters, moments and gradients live, beside the weights; by default the CPU for weights on a GPU if
-        ``config.offload``, else the weights' own place."""
+        ``config.offload``, else the weights' own place. ``half``: whether the backward pass computes in fp16, which needs a scaled loss;
+        by default where ``parameters`` are. An adapter's are fp32 whatever lies beneath it."""
         self.config = config
         if home is None and config.offload and any(p.device.type != "cpu" for _, p in parameters):
             home = torch.device("cpu")
         self.home = home
         self.names = [name for name, p in parameters if p.requires_grad]
         self.parameters = [p for _, p in parameters if p.requires_grad]
-        self._scale = LossScale() if any(p.dtype == torch.float16 for _, p in parameters) else None
+        half = any(p.dtype == torch.float16 for _, p in parameters) if half is None else half
+        self._scale = LossScale() if half else None
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False  # the parameters may live on, and learn by another optimiser
         self._collected: list[Tensor] = []
@@ -251,7 +257,7 @@ class MasterAdamW:
     def zero_gradient(self, index: int) -> Tensor:
         """A gradient of 0 for a master that has none: other processes may have one."""
         master, parameter = self.masters[index], self.parameters[index]
-        if adds_up_itself(parameter, self.config):
+        if master is parameter and adds_up_itself(parameter, self.config):
             parameter.grad = torch.zeros_like(parameter)
             return parameter.grad
         self._sums[master] = torch.zeros_like(master, dtype=torch.float32)
@@ -413,6 +419,8 @@ class MasterAdamW:
         mine = self.state()
         if all(key.startswith("master.") for key in state):  # one from before the first update may lack moments
             mine = {key: value for key, value in mine.items() if key.startswith("master.")}
+        if "loss_scale" not in state:  # of a version that did not scale the loss of an adapter over fp16 weights
+            mine.pop("loss_scale", None)
         for key in sorted(mine.keys() ^ state.keys()):
             raise ValueError(f"the optimiser's state {'lacks' if key in mine else 'has an unknown'} {key}")
         for key, value in mine.items():

@@ -49,20 +49,16 @@ _NAMED = 3
 """Other runs that are named in one sentence."""
 
 
-def about_run(prepared: Prepared, evaluations: Sequence[Evaluation], step: int | None) -> dict[str, Any]:
-    """What a checkpoint says about its run: the settings, the data's fingerprint, the evaluations so far, and its score.
-
-    ``step``: that of which an evaluation is the checkpoint's score; None between two updates.
-    """
+def about_run(prepared: Prepared, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    """What a checkpoint says about its run: the settings, the data's fingerprint, the evaluations so far, and the score of each step that
+    was judged in training, its own and those before it: one may have been judged after it was saved, by a run that went on from it."""
     mode = prepared.config.evaluation.modes[0]
-    scores = [
-        e.figures.get("success", [e.strict_accuracy])[0] for e in evaluations if e.stage == f"step-{step}" and e.mode == mode
-    ]
+    scores = {e.stage: e.figures.get("success", [e.strict_accuracy])[0] for e in evaluations if e.mode == mode}
     return {
         "config": hide_secrets(prepared.config.model_dump(mode="json")),
         "data": prepared.problems.fingerprint,
         "evaluations": hide_secrets([e.to_summary() for e in evaluations]),
-        "score": scores[0] if scores else None,
+        "scores": {stage: score for stage, score in scores.items() if stage.startswith("step-")},
     }
 
 

@@ -152,9 +152,9 @@ class Run:
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
             )  # fmt: skip
+            self.evaluations.extend(results)  # before a signal is heeded, whose checkpoint says what was judged
         self.notices.exchange()
         release_freed_memory()
-        self.evaluations.extend(results)
 
     @contextmanager
     def _room_to_sample(self, prompts: Sequence[Prompt], items: Callable[[Setup, int], list[Item]], where: str) -> Iterator[None]:
@@ -422,7 +422,7 @@ class Run:
         self.sharding.check()
         if self.ahead is not None:
             self.ahead.finish_for_checkpoint()
-        about = about_run(self.prepared, self.evaluations, None if updates else done)
+        about = about_run(self.prepared, self.evaluations)
         return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)
 
     def checkpoint_if_due(self, step: int) -> None:

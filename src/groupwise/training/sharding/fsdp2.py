@@ -29,7 +29,7 @@ from groupwise.models.families import why_uncovered
 from groupwise.models.layer import Blocks
 from groupwise.models.merging import round_dithered_
 from groupwise.models.scorer import Scorer
-from groupwise.training.optimizer import LossScale, MasterAdamW, adds_up_itself
+from groupwise.training.optimizer import MasterAdamW, adds_up_itself
 from groupwise.training.sharding.divided import (
     Divided,
     Rows,
@@ -280,8 +280,8 @@ class ShardedAdamW(MasterAdamW):
         """``dtype``: of the weights that compute, whatever the rows are kept in."""
         self.divided = [p for _, p in parameters if p.requires_grad]
         self.dtype, self.world = dtype, world
-        super().__init__([(name, nn.Parameter(local(p))) for name, p in parameters if p.requires_grad], config)
-        self._scale = LossScale() if dtype == torch.float16 else None
+        rows = [(name, nn.Parameter(local(p))) for name, p in parameters if p.requires_grad]
+        super().__init__(rows, config, half=dtype == torch.float16)
 
     @torch.no_grad()
     def collect(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,7 +33,8 @@ class Replicas:
         self.scorer, self.world = scorer, world
 
     def make_optimizer(self, config: OptimizerConfig) -> Optimizer:
-        return MasterAdamW(self.scorer.named_parameters(), config)
+        half = any(p.dtype == torch.float16 for p in self.scorer.module.parameters())
+        return MasterAdamW(self.scorer.named_parameters(), config, half=half)
 
     def make_reference(self, scorer: Scorer) -> Scorer:
         return make_reference(scorer)
