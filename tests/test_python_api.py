@@ -160,6 +160,13 @@ def test_a_result_stands_for_its_folder(result, tmp_path):
     answer = groupwise.generate(result, "1 + 1 = ?", greedy=True)
     assert groupwise.generate(result, ["1 + 1 = ?", "2 + 2 = ?"], greedy=True)[0] == answer
     assert 0 < len(answer.encode()) <= 8 * 4, "as long as it was trained to answer: 8 tokens"
+    one, two, other = groupwise.generate(result, ["1 + 1 = ?", "1 + 1 = ?", "2 + 2 = ?"])
+    assert one != two
+    assert two == groupwise.generate(result, "1 + 1 = ?", seed=1)
+    assert other == groupwise.generate(result, "2 + 2 = ?")
+    for wrong, said in (({"temperature": -1}, "temperature is -1"), ({"max_tokens": 0}, "max_tokens is 0")):
+        with pytest.raises(ConfigError, match=said):
+            groupwise.generate(result, "1 + 1 = ?", **wrong)
     (judged,) = groupwise.evaluate(result, overrides={"evaluation.problems": 4}, console=Console(quiet=True))
     assert judged.n == 4
 

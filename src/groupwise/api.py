@@ -6,6 +6,7 @@ A run's settings may be given as a recipe's name, the path of a YAML file, a dic
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,8 +149,9 @@ def generate(
     """A model's answer to ``prompt``, or to each of several: a text, or a list of them.
 
     ``model``: its folder, a run's, a `RunResult`, or a name. ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the
-    one it was trained with. ``max_tokens``: by default what it was trained with, else 512. Raises ConfigError or ModelError, also for a
-    prompt that is longer than the model's context.
+    one it was trained with. ``max_tokens``: by default what it was trained with, else 512. ``seed``: the same gives the same answer; the
+    second of equal prompts is answered with ``seed + 1``, and so on. Raises ConfigError or ModelError, also for a prompt longer than the
+    model's context.
     """
     from groupwise.chat import answer_of, make_speaker, settings_to_ask
     from groupwise.models.embedded import fetch_model
@@ -157,7 +159,11 @@ def generate(
     config, longest = settings_to_ask(os.fspath(model), system=system, max_tokens=max_tokens)
     fetch_model(config.model)
     speaker = make_speaker(config, longest, temperature, greedy, seed)
-    answers = [answer_of(speaker, one) for one in ([prompt] if isinstance(prompt, str) else prompt)]
+    answers, asked = [], Counter[str]()
+    for one in [prompt] if isinstance(prompt, str) else prompt:
+        speaker.seed = seed + asked[one]
+        asked[one] += 1
+        answers.append(answer_of(speaker, one))
     return answers[0] if isinstance(prompt, str) else answers
 
 

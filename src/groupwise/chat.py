@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from groupwise.data.prompts import resolve_system
 from groupwise.data.readers import names_function
 from groupwise.distributed import World
 from groupwise.engines import make_engine
-from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.engines.base import COLDEST, Engine, SamplingSettings
 from groupwise.episodes import Episodes, open_episodes, playing, render_episode
 from groupwise.errors import ConfigError
 from groupwise.importing import looks_like_file
@@ -127,8 +128,11 @@ def settings_to_ask(
 
     ``plays``: whether the run's own tools and environment take part, and are imported. An agent's command never does.
 
-    Raises ConfigError for a ``system`` that is not UTF-8 text, and what ``settings_for_model`` and `refuse_named_code` raise.
+    Raises ConfigError for a ``system`` that is not UTF-8 text or ``max_tokens`` below 1, and what ``settings_for_model`` and
+    `refuse_named_code` raise.
     """
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"max_tokens is {max_tokens}, but an answer has 1 or more: raise it, or leave it out")
     check_text(system or "", "the system prompt")
     config, run_config = settings_for_model(model, overrides)
     if run_config is not None and config.rollout.command is not None:  # the agent asks, not who talks to the model
@@ -197,11 +201,13 @@ def load_to_ask(config: Config) -> Policy:
 
 
 def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bool, seed: int) -> Speaker:
-    """Load the policy of ``config``; its prompt settings say how questions are put."""
+    """Load the policy of ``config``; its prompt settings say how questions are put. Raises ConfigError for a temperature below 0."""
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ConfigError(f"temperature is {temperature}, but it must be 0, for the likeliest tokens, or more")
     policy = load_to_ask(config)
     episodes = open_episodes(config, policy.tokenizer, policy.end_token_ids)
     system, _ = resolve_system(config.prompt, config.data)
-    greedy = greedy or temperature == 0
+    greedy = greedy or temperature < COLDEST
     settings = SamplingSettings(max_tokens, temperature=1.0 if greedy else temperature, greedy=greedy)
     engine = playing(make_engine(policy, config.rollout), episodes)
     return Speaker(policy, engine, config.prompt, system, settings, seed, episodes)

@@ -244,10 +244,19 @@ def test_a_subclass_that_is_a_dataclass_has_its_own_fields():
     assert config.to_dict()["system_prompt"] == "Think."
 
 
+def test_numbers_are_what_their_kind_says():
+    config = GRPOConfig("out", num_generations=8.0, max_completion_length=64.0, top_k=None, report_to="all")
+    assert [type(one) for one in (config.num_generations, config.max_completion_length, config.generation_batch_size)] == [
+        int
+    ] * 3
+    assert (config.top_k, "all" in config.report_to) == (0, False)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"top_k": -1}, {"learning_rate": 0.0}, {"epsilon": 0.0}, {"report_to": ["none"]}, {"optim": "paged_adamw_8bit"},
+        {"top_k": -1}, {"top_k": None}, {"report_to": "all"},
+        {"learning_rate": 0.0}, {"epsilon": 0.0}, {"report_to": ["none"]}, {"optim": "paged_adamw_8bit"},
         {"use_vllm": True}, {"use_liger_kernel": True}, {"cast_lm_head_to_fp32": True}, {"min_p": 0.1, "repetition_penalty": 1.1},
         {"loss_type": "cispo"}, {"loss_type": "sapo"}, {"loss_type": "vespo"}, {"off_policy_mask_threshold": 0.5},
         {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}}, {"learning_rate": "1e-6"},
@@ -342,6 +351,8 @@ def test_settings_of_losses_and_advantages_that_trl_lacks_reach_them():
         ({"reward_weights": 1.0}, "reward_weights=1.0 is no list of finite numbers: give one for each function"),
         ({"reward_weights": ["a"]}, "is no list of finite numbers"),
         ({"reward_weights": [math.nan]}, "is no list of finite numbers"),
+        ({"beta": None}, "beta is None, which is no number: give it a number"),
+        ({"per_device_train_batch_size": None}, "per_device_train_batch_size is None, which is no whole number"),
         ({"report_to": 5}, "report_to=5 must be a name or a list of names"),
         ({"metric_for_best_model": 3}, "metric_for_best_model=3 must be a metric's name"),
         ({"advantage_type": "gae"}, "advantage_type='gae' is not honoured.*'maxrl', 'gdpo', or your own, such as 'my_advantage.py:adv"),

@@ -591,6 +591,28 @@ def test_what_is_set_after_the_trainer_was_made_counts_or_is_an_error(tiny_folde
         trainer.train()
 
 
+def test_a_second_call_of_train_goes_on_or_begins_a_run_of_its_own(tiny_folder, prompts, letters, settings):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=2, learning_rate=1e-3), prompts)
+
+    def rates():
+        return [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+
+    trainer.train()
+    assert rates() == pytest.approx([1e-3, 5e-4])
+    trainer.args.max_steps = 4
+    for parameter in trainer.model.parameters():  # as a cell leaves it that was stopped in a backward pass
+        parameter.grad = torch.full_like(parameter, 1e6)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert rates() == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4]), "a schedule of four steps, from its third on"
+    assert trainer.state.log_history[-2]["grad_norm"] < 1e5
+    before = weights(trainer)
+    assert trainer.train().training_loss != 0
+    assert trainer.state.global_step == 4
+    assert rates() == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert not same(before, weights(trainer))
+
+
 def test_the_steps_after_the_last_log_are_in_the_summary(tiny_folder, prompts, letters, settings):
     trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=3, logging_steps=2), prompts)
     result = trainer.train()

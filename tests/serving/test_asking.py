@@ -48,6 +48,9 @@ def tool(**function):
         ({"tools": [TOOL, TOOL]}, "tools", "two tools of one name"),
         ({"tools": tool(parameters=[1])}, "tools", "JSON schema of an object"),
         ({"tools": tool(strict=True, parameters={"type": "object", "properties": {"x": {"$ref": "#/x"}}})}, "tools", "$ref in its schema"),
+        ({"tools": tool(strict=True, parameters={"type": "object", "properties": {"x": {"enum": 5}}})}, "tools", "enum 5 in its schema"),
+        ({"tools": tool(strict=True, parameters={"type": 5})}, None, "cannot be read (TypeError"),
+        ({"temperature": 10**400}, None, "cannot be read (OverflowError"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages", "messages[0] must be an object whose role is"),
         ({"messages": [{"role": "user"}]}, "messages", "messages[0] has no content"),
@@ -64,6 +67,12 @@ def test_refusals_name_the_parameter_and_the_rule(more, param, words):
     assert (caught.value.status, caught.value.param) == (400, param)
     assert words in str(caught.value)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_temperature_that_fp32_cannot_divide_by_takes_the_likeliest_token():
+    for temperature, greedy in ((1e-40, True), (1e-6, False)):
+        settings = read_ask({**HELLO, "temperature": temperature}).settings
+        assert (settings.greedy, settings.temperature) == (greedy, 1.0 if greedy else temperature)
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 7])

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "Progress", "SampleRequest", "SamplingSettings", "Watch"]
 
 
+COLDEST = 1e-6
+"""A temperature below it is 0, which takes the likeliest token: logits divided by as little leave fp32."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
     """The distribution that completions are drawn from. Nothing is ever inherited from a checkpoint's ``generation_config``."""

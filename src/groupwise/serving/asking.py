@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.engines.base import SamplingSettings
+from groupwise.engines.base import COLDEST, SamplingSettings
 from groupwise.episodes.tools import Tool
 
 __all__ = ["Ask", "Refused", "fits", "read_ask", "unread_keyword"]
@@ -70,6 +70,13 @@ class Ask:
 
 def read_ask(body: object) -> Ask:
     """Raises Refused."""
+    try:
+        return _read(body)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of a type that nobody looked for
+        raise Refused(f"the request cannot be read ({type(error).__name__}: {error!s:.200})") from error
+
+
+def _read(body: object) -> Ask:
     if not isinstance(body, dict):
         raise Refused("the body must be a JSON object")
     values = {name: value for name, value in body.items() if value is not None}
@@ -87,7 +94,7 @@ def read_ask(body: object) -> Ask:
             'stream_options may hold "include_usage" alone, and only where "stream" is true: leave it out', "stream_options"
         )
     settings = SamplingSettings(
-        max_tokens=_max_tokens(values), temperature=temperature or 1.0, greedy=temperature == 0,
+        max_tokens=_max_tokens(values), temperature=1.0 if temperature < COLDEST else temperature, greedy=temperature < COLDEST,
         top_p=_number(values, "top_p", 1.0, 1e-6, 1.0),
     )  # fmt: skip
     tools = _tools(values.get("tools", []))
@@ -259,6 +266,9 @@ def _unread(schema: object) -> Iterator[str]:
             yield repr(schema)
         return
     yield from sorted(set(schema) - _READ - _SAID)
+    yield from (
+        f"{name} {schema[name]!r:.40}" for name in ("enum", "anyOf", "required") if not isinstance(schema.get(name, []), list)
+    )
     types = schema.get("type", [])
     yield from (str(one) for one in ([types] if isinstance(types, str) else types) if one not in _TYPES)
     for below in (*schema.get("properties", {}).values(), *schema.get("anyOf", ())):

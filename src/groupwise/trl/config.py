@@ -181,8 +181,12 @@ def _unknown(name: str) -> str:
 
 
 def _plain(row: Argument, value: Any) -> Any:
-    """Enums as their values, JSON as what it says, and numbers that a YAML file left as text as numbers."""
+    """Enums as their values, JSON as what it says, numbers that a YAML file left as text as numbers, and whole ones as such."""
     value = getattr(value, "value", value)
+    if value is None and row is ARGUMENTS["top_k"]:
+        return 0
+    if row.kind.startswith("int") and isinstance(value, float) and value.is_integer():
+        return int(value)
     try:
         if isinstance(value, str) and row.kind == "dict?":
             return json.loads(value)
@@ -239,7 +243,8 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _wrong_number(name: str, value: Any, row: Argument) -> str | None:
-    if value is None and name not in ("max_completion_length", "num_generations"):
+    optional = row.kind.endswith("?") and name not in ("max_completion_length", "num_generations")
+    if value is None and (optional or row.fate == "harmless"):
         return None
     if not isinstance(value, int | float) or (row.kind.startswith("int") and isinstance(value, float) and value % 1):
         return f"{name} is {value!r}, which is no {'whole ' if row.kind.startswith('int') else ''}number: give it a number"
@@ -267,6 +272,10 @@ def _follow_old_names(args: GRPOConfig) -> None:
     if args.warmup_ratio and not args.warmup_steps:
         own["warmup_steps"] = args.warmup_ratio
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    if "all" in trackers:
+        from transformers.integrations import get_available_reporting_integrations
+
+        trackers = get_available_reporting_integrations()
     own["report_to"] = [name for name in trackers if name != "none"]
     own |= {name: value for name, value in (args.generation_kwargs or {}).items() if name in _OF_GENERATION}
     if args.metric_for_best_model and args.greater_is_better is None:

@@ -129,6 +129,8 @@ class PromptSet:
 
     def _most_tokens(self, prompt: Any) -> float:
         """A bound on the prompt's tokens, without rendering it: a token is a byte at least."""
+        if prompt is None:  # said when it is rendered
+            return math.inf
         if isinstance(prompt, str):
             return len(prompt.encode()) + _MARKS
         roles = tuple(str(m.get("role")) for m in prompt)

@@ -6,6 +6,7 @@ import functools
 import math
 import statistics
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -150,7 +151,7 @@ class GRPOTrainer(Outputs):
         self.schedule = Schedule.of(args, len(self.train_prompts))
         self._as_made = args.to_dict()
         self.entropy = EntropyControl(args)
-        self.state = TrainerState(is_local_process_zero=args.local_process_index == 0, is_world_process_zero=self.world.is_first)
+        self.state = self._new_state()
         self.control = TrainerControl()
         self.callback_handler = callback_handler(
             args, callbacks, self.model, self.processing_class, self.optimizer, self.lr_scheduler
@@ -159,6 +160,9 @@ class GRPOTrainer(Outputs):
         self._numbers: dict[str, list[float]] = defaultdict(list)
         self._generation: tuple[tuple[int, int], Generation] | None = None
         self.control = self._event("on_init_end")
+
+    def _new_state(self) -> TrainerState:
+        return TrainerState(is_local_process_zero=self.args.local_process_index == 0, is_world_process_zero=self.world.is_first)
 
     @for_all
     def _make(self, checkpoint: Path | None = None) -> None:
@@ -203,6 +207,9 @@ class GRPOTrainer(Outputs):
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: object = None, **others: object) -> TrainOutput:
         """Train as ``args`` say, and return transformers' ``TrainOutput``.
 
+        A second call goes on where an interrupted one stopped, or as far as ``args.max_steps`` says now; after the last step it begins a
+        run of its own with the weights that there are.
+
         ``resume_from_checkpoint``: a folder ``checkpoint-N``, or True for the newest one in ``output_dir``. Of a run that has made all
         its steps the results come back as they were.
         """
@@ -246,10 +253,17 @@ class GRPOTrainer(Outputs):
             del self.learner, self.engine, self.optimizer, self.policy, self.model
             self._make(checkpoint)
             self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
-        if self.lr_scheduler is None:
+        self.learner.optimizer.clear()  # a step that was interrupted left part of its gradient
+        if checkpoint is None and self.state.global_step >= updates:
+            self.state, self._generation = self._new_state(), None
+        if self._given[-1][1] is None:  # made again, since how many steps there are may have changed
             for group in self.optimizer.param_groups if not self._own_optimizer else ():
                 group["lr"] = self.args.learning_rate
+                group.pop("initial_lr", None)
             self.lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
+            with warnings.catch_warnings(action="ignore"):  # torch expects the optimiser's step before its schedule's
+                for _ in range(self.state.global_step):
+                    self.lr_scheduler.step()
         self.learner.parts = {"entropy": self.entropy, "schedule": checkpoints.ScheduleState(self.lr_scheduler)}
         if checkpoint is not None:
             self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.is_local_process_zero())
