@@ -1,6 +1,7 @@
 """An evaluation that is stopped goes on where it was, and comes to what it would have come to."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -103,6 +104,16 @@ def test_what_the_command_would_lose_is_refused(tmp_path):
     for asked in ({("n", "sampled")}, {("m", "greedy")}):
         with pytest.raises(DataError, match=r"p.jsonl' has sampled completions of m, which this command does not judge"):
             partial.check_named(asked)
+
+
+def test_what_was_hidden_in_a_record_is_no_other_problem(tmp_path, monkeypatch):
+    """GSM8K's "basic manicure" was, and its test split could not be resumed."""
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [replace(PROMPTS[0], text="mail hf_" + "Ab1" * 10), *PROMPTS[1:]])
+    stopped(tmp_path / "p")
+    assert "mail <hidden>" in (tmp_path / "p").read_text()
+    engine = Adder()
+    judge(engine, PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=7).of("m"))
+    assert engine.asked == [["4", "5", "6"]]
 
 
 def test_models_have_records_of_their_own(tmp_path):

@@ -240,6 +240,23 @@ def test_what_is_shaped_like_a_secret_is_hidden_anywhere(text):
     assert hide_secrets("POST https://hooks.slack.com/services/T0/B0/XX now") == "POST https://hooks.slack.com/<hidden> now"
 
 
+@pytest.mark.parametrize("token", ["dXNlcjpwYXNzd29yZA==", "QWxhZGRpbjpvcGVu", "abcdef1234", "0af9b1c2d3e4f5a6", "a-b.c1~x/y"])
+@pytest.mark.parametrize("scheme", ["Bearer", "basic"])
+def test_what_stands_behind_a_scheme_is_hidden(scheme, token):
+    assert hide_shaped_secrets(f"Authorization: {scheme} {token}, x") == f"Authorization: {scheme} <hidden>, x"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A basic manicure starts at $35", "a basic calculator", "Basic mathematics.", "basic self-defense", "a basic 2-bedroom flat",
+        "the basic 12-month plan", "basic JavaScript", "bearer certificates", "a basic 1,000,000", "basic 10000000",
+    ],
+)  # fmt: skip
+def test_words_behind_basic_stay(text):
+    assert hide_secrets([text]) == [text]
+
+
 ATTACKS = [
     "https://a.b/?" + "?key" * 50_000, "https://a.b/?" + "key" * 50_000 + "=", "https://a.b/?" + "key" * 50_000 + "=&",
     "https://" + "?a" * 100_000, "://" * 50_000, "://a" * 50_000 + "@", "https://hooks." * 15_000, "eyJhbGciOiJI-" * 15_000,

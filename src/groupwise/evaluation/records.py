@@ -207,9 +207,11 @@ class PartialRecords:
         """
         lines = [line for line in self.found if (line["model"], line["mode"]) == (self.model, mode)]
         samples, asked = conditions["samples"], json.loads(json_line(conditions))
-        asks = [(prompt.problem.id, prompt.text) for prompt in prompts for _ in range(samples)][: len(lines)]
+        asks = [[prompt.problem.id, prompt.text] for prompt in prompts for _ in range(samples)][: len(lines)]
         differs = sorted({key for line in lines for key in asked if line.get(key) != asked[key]})
-        if [(line["problem"], line.get("prompt")) for line in lines] != asks:
+        if [[line["problem"], line.get("prompt")] for line in lines] != json.loads(
+            json_line(asks)
+        ):  # as it is written, secrets hidden
             differs = differs or ["problems"]
         if differs:
             raise DataError(

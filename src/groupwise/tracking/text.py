@@ -59,7 +59,8 @@ SECRET_VALUE = re.compile(
     re.DOTALL,
 )
 JWT = re.compile(r"(?<![\w-])(?=[\w-]*+\.eyJ[\w-]{4,}+\.[\w-])([\w-]*?\b)eyJ[\w-]{8,}+\.eyJ[\w-]++\.[\w-]++")
-AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s{1,20}+[\w.~+/=-]{8,}")
+AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s{1,20}+([\w.~+/=-]{8,})")
+INNER_CAPITAL = re.compile(r"[a-z][A-Z]")
 URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
 URL_SECRET = re.compile(
     r"(?i)([?&](?=[^?=&#\s]*+=[^&#\s\"'\]},])[^?=&#\s]*?(?:key|token|secret|passw|signature|\bsig\b|auth|credential)[^?=&#\s]*+=)"
@@ -101,10 +102,17 @@ def hide_secrets_in_text(text: str) -> str:
 @functools.lru_cache(maxsize=64)  # the completions of a group have one prompt and one answer
 def hide_shaped_secrets(text: str) -> str:
     """``text`` without what is shaped like a credential, or stands where one does in a URL; quick enough for every completion."""
-    text = AUTHORIZATION.sub(rf"\1 {HIDDEN}", JWT.sub(rf"\1{HIDDEN}", SECRET_VALUE.sub(HIDDEN, text)))
+    text = AUTHORIZATION.sub(_authorization, JWT.sub(rf"\1{HIDDEN}", SECRET_VALUE.sub(HIDDEN, text)))
     if "://" not in text:
         return text
     return HOOK.sub(rf"\1{HIDDEN}", URL_SECRET.sub(rf"\1{HIDDEN}", URL_LOGIN.sub(f"{HIDDEN}@", text)))
+
+
+def _authorization(found: re.Match[str]) -> str:
+    """Hide what stands behind ``Basic`` or ``Bearer``, but for words: a basic manicure, basic arithmetic, a basic 2-bedroom flat."""
+    word = found[2].rstrip(".")
+    mixed = any(map(str.isdigit, word)) and any(map(str.isalpha, word)) and not re.fullmatch(r"[0-9.]{1,4}-?[a-z]{3,14}", word)
+    return f"{found[1]} {HIDDEN}" if mixed or word.endswith("=") or len(INNER_CAPITAL.findall(word)) > 1 else found[0]
 
 
 def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> str:
