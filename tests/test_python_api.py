@@ -153,6 +153,22 @@ def test_a_result_has_a_chart_and_a_short_view(result, tmp_path):
     assert len(view) < 6000
 
 
+def test_what_is_assigned_in_python_is_what_runs():
+    from groupwise.api import _config
+    from groupwise.training.setup import _with_steps
+
+    config = groupwise.load_config(None, ["training.epochs=1"])
+    config.rollout.temperature, config.data.limit, config.algorithm.updates_per_batch = 0.7, 10, 4
+    for made in (_with_steps(config, 100), _config(config, {"training.seed": 5}), _config(config, ())):
+        assert (made.rollout.temperature, made.data.limit, made.algorithm.updates_per_batch) == (0.7, 10, 4)
+    config.rollout.engine = "vllm"
+    assert _config(config, ()).correction_level == "token"
+    config = groupwise.load_config(None)
+    config.training.steps, config.optimizer.warmup_steps = 5, 50
+    with pytest.raises(ConfigError, match="warmup_steps"):
+        _config(config, ())
+
+
 def test_a_result_stands_for_its_folder(result, tmp_path):
     page = groupwise.write_report(result, tmp_path / "page.html")
     assert page.path.is_file()
@@ -201,4 +217,4 @@ def test_a_config_with_overrides_keeps_what_was_set():
 
     given = build_config({"optimizer": {"learning_rate": 1e-5}})
     assert _config(given, {"training.steps": 3}) == build_config({"optimizer": {"learning_rate": 1e-5}, "training": {"steps": 3}})
-    assert _config(given, ()) is given
+    assert _config(given, ()) == given

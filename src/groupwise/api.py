@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, build_config, load_config
+from groupwise.config.algorithm import written
 from groupwise.config.load import Overrides, find_source
 from groupwise.errors import ConfigError
 
@@ -196,7 +197,10 @@ def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *
 
 def _config(settings: Settings, overrides: Overrides) -> Config:
     if isinstance(settings, Config):
-        return build_config(settings.model_dump(exclude_unset=True), overrides) if overrides else settings
+        if overrides:
+            return build_config(written(settings), overrides)
+        # Sections that were assigned to are held against each other again.
+        return Config(**{name: getattr(settings, name) for name in Config.model_fields})
     if isinstance(settings, Mapping):
         return build_config(settings, overrides)
     if isinstance(settings, str | Path):

@@ -31,6 +31,7 @@ __all__ = [
     "reclaim_memory",
     "release_freed_memory",
     "reset_peak_memory",
+    "total_memory_bytes",
 ]
 
 DEVICE_WIDE = threading.RLock()
@@ -179,14 +180,38 @@ def _set(*settings: tuple[int, int]) -> bool:
 
 
 def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process could still take: of the machine, or of its container (``groups``: cgroups version 2 or 1)."""
+    """Memory that this process could still take: of the machine, or of its container (``groups``: cgroups version 2 or 1). What files have
+    been read and written counts as free: the system lets go of it."""
     free = psutil.virtual_memory().available
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, folder, used, cached in _GROUPS:
         try:
-            free = min(free, int((groups / limit).read_text()) - int((groups / used).read_text()))
+            taken = int((groups / folder / used).read_text()) - _in_files(groups / folder / "memory.stat", cached)
+            free = min(free, int((groups / folder / limit).read_text()) - taken)
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return max(0, free)
+
+
+_GROUPS = (
+    ("memory.max", "", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _in_files(stat: Path, name: str) -> int:
+    lines = stat.read_text().splitlines() if stat.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+
+
+def total_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory of the machine, or as much of it as its container may take."""
+    total = psutil.virtual_memory().total
+    for limit, folder, *_ in _GROUPS:
+        try:
+            total = min(total, int((groups / folder / limit).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total
 
 
 def release_freed_memory() -> bool:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from groupwise.config import Config, build_config, build_known, dump_config, load_config, recipes
-from groupwise.config.load import load_run_config
+from groupwise.config.load import changed_settings, load_run_config
 from groupwise.errors import ConfigError
 
 RECIPES = [
@@ -348,6 +348,51 @@ def test_a_key_with_line_breaks_stays_in_one_line():
     with pytest.raises(ConfigError) as caught:
         build_config({"a\nb\x1b[31m": 1})
     assert str(caught.value).startswith("a\\nb\\x1b[31m is not a setting")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("010", 10), ("008", 8), ("0100", 100), ("0x10", 16), ("1_000", 1000), ("-3", -3), ("0", 0)]
+)
+def test_whole_numbers_are_what_they_look_like(written, meant, tmp_path):
+    """YAML 1.1 has octal numbers, and 1:30 for 90."""
+    assert load_config(None, [f"training.seed={written}"]).training.seed == meant
+    (tmp_path / "run.yaml").write_text(f"training: {{seed: {written}}}")
+    assert load_config(tmp_path / "run.yaml").training.seed == meant
+    assert "training.steps is '1:30', but must be a whole number" in refusal("training.steps=1:30")
+
+
+def test_what_was_hidden_is_no_value(tmp_path):
+    functions = [{"function": "a.py:f", "arguments": {"api_key": "<hidden>"}}]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"rewards": {"functions": functions}}))
+    said = refusal(source=tmp_path / "config.yaml")
+    assert said.startswith("rewards.functions[0].arguments.api_key is <hidden>, which a run's files have in place of a secret")
+    assert load_run_config(tmp_path / "config.yaml").rewards.functions[0].arguments == {"api_key": "<hidden>"}
+
+
+def test_blanks_around_an_override_and_brackets_in_a_dict_of_them_are_read():
+    assert load_config(None, ["model.name = X"]).model.name == "X"
+    weighed = load_config(None, {"rewards.functions": ["correctness", "format"], "rewards.functions[1].weight": 2})
+    assert [one.weight for one in weighed.rewards.functions] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        ([], {}),
+        (["algorithm.preset=dr_grpo"], {"preset": "dr_grpo"}),
+        (
+            ["algorithm.preset=dr_grpo", "algorithm.loss.aggregation=sequence_mean"],
+            {"preset": "dr_grpo", "loss": {"aggregation": "sequence_mean"}},
+        ),
+        (["algorithm.loss={type: cispo, epsilon: 0.2}"], {"loss": {"type": "cispo", "epsilon": 0.2}}),
+        (["algorithm.loss={type: cispo}"], {"loss": {"type": "cispo"}}),
+    ],
+)  # fmt: skip
+def test_the_settings_that_are_shown_make_the_same_objective(overrides, shown):
+    config = load_config(None, overrides)
+    found = changed_settings(config.model_dump(mode="json")).get("algorithm", {})
+    assert found == shown
+    assert build_config({"algorithm": found}).algorithm == config.algorithm
 
 
 def test_settings_of_another_version_keep_what_this_one_knows():

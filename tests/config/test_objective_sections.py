@@ -166,6 +166,17 @@ def test_what_was_assigned_stays_and_the_rest_follows_the_preset():
     assert config.algorithm.loss == ReinforceLoss()
 
 
+def test_what_the_engine_wants_corrected_outlives_an_assignment():
+    config = load_config(None, ["rollout.engine=vllm"])
+    assert config.correction_level == "token"
+    config.algorithm.mask_truncated = True
+    config.algorithm.preset = "dapo"
+    assert config.correction_level == "token"
+    config.algorithm.correction = None
+    config.algorithm.updates_per_batch = 2
+    assert config.correction_level == "none"
+
+
 def test_a_refused_assignment_changes_nothing():
     config = Config(algorithm={"loss": {"epsilon": 0.1}})
     before = config.model_copy(deep=True)

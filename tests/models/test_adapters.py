@@ -15,7 +15,7 @@ from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ModelError
-from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of
+from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of, why_not_mergeable
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import make_reference, make_scorer
 from groupwise.training.learner import BatchPass, Learner
@@ -135,6 +135,39 @@ def test_the_reference_is_the_model_without_its_adapter(tiny_llama):
     assert len(learner.scorer.named_parameters()) == 2 * 2 * 7
 
 
+@pytest.mark.parametrize("first", ["pissa", "olora"])
+def test_a_reference_of_an_adapter_that_was_taken_out_of_the_base_takes_nothing_more(tiny_llama, first):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=first, task_type="CAUSAL_LM")
+    policy = Policy(attach(tiny_llama(), config).eval(), Plain(), (2,), 256, "tiny")
+    with torch.no_grad():
+        start = slow(policy.model, (7, 8, 9, 2))
+        scorer: Any = make_scorer(policy, settings().model)
+        scorer.keep_present_adapter()
+        assert torch.equal(slow(policy.model, (7, 8, 9, 2)), start)
+
+
+@pytest.mark.parametrize("more", [{"lora_bias": True}, {"trainable_token_indices": [7, 8]}])
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_more_than_two_factors_is_computed_by_its_own_module(tiny_llama, more):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more)
+    model = attach(tiny_llama(), config).eval()
+    assert "of its own" in (why_not_mergeable(model) or "")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.requires_grad and ("bias" in name or "token" in name):
+                p.add_(0.5)
+        scorer: Any = make_scorer(Policy(model, Plain(), (2,), 256, "tiny"), settings().model)
+        found = scorer.logprobs(scorer.prepare([(PROMPT.token_ids, [(7, 8, 9, 2)])]))
+        torch.testing.assert_close(found, slow(model, (7, 8, 9, 2)), atol=1e-5, rtol=1e-4)
+
+
+def test_an_adapter_that_was_worked_in_is_not_added_once_more(tiny_llama):
+    policy = adapted(tiny_llama())
+    assert why_not_mergeable(policy.model) is None
+    policy.model.merge_adapter()
+    assert "already" in (why_not_mergeable(policy.model) or "")
+
+
 def test_an_adapter_that_comes_trained_is_its_own_reference(tiny_llama):
     policy = adapted(tiny_llama())
     with torch.no_grad():
@@ -217,6 +250,7 @@ def test_adapters_that_are_written_at_once_by_two_threads_are_both_written(tiny_
     assert all((tmp_path / str(i) / "adapter_model.safetensors").is_file() for i in range(2))
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_what_does_not_fit_is_one_sentence(tiny_llama):
     with pytest.raises(ModelError, match="fix target_modules"):
         adapted(tiny_llama(), target_modules=["no_such_layer"])
@@ -224,6 +258,10 @@ def test_what_does_not_fit_is_one_sentence(tiny_llama):
         attach(tiny_llama(), {"r": 4})
     with pytest.raises(ModelError, match="an adapter already"):
         attach(adapted(tiny_llama()).model, peft_config_of(LoraConfig()))
+    for end in ("lm_head", "embed_tokens"):
+        with pytest.raises(ModelError, match="one tensor in this model"):
+            adapted(tiny_llama(tie_word_embeddings=True), target_modules=["q_proj", end])
+    assert is_adapted(adapted(tiny_llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"]).model)
 
 
 def dropping_out(model: Any, **config: Any) -> tuple[Learner, list[Group], list[dict[str, torch.Tensor]]]:

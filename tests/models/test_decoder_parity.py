@@ -255,6 +255,23 @@ def test_variants_it_does_not_compute_are_told(config: dict[str, Any], reason: s
     assert reason in (why_unsupported(tiny_llama(**config)) or "")
 
 
+def test_a_head_of_its_own_stays_whatever_the_config_says(tiny_llama: Callable[..., Any]) -> None:
+    """transformers 5 makes two tensors of a file with two that differ, and 4 one."""
+    model = tiny_llama(tie_word_embeddings=False)
+    model.config.tie_word_embeddings = True
+    check_parity(model)
+    assert model.config.tie_word_embeddings is False, "as it is saved"
+    tied = tiny_llama(tie_word_embeddings=True)
+    check_parity(tied)
+    assert tied.config.tie_word_embeddings is True
+
+
+def test_a_class_of_its_own_is_not_taken_for_the_one_whose_type_it_bears(tiny_llama: Callable[..., Any]) -> None:
+    model = tiny_llama()
+    model.__class__ = type("Louder", (type(model),), {"__module__": "mine"})
+    assert why_unsupported(model) == "a class of its own, Louder"
+
+
 @pytest.mark.parametrize("window", [2, 6, 30, 1000])
 @pytest.mark.parametrize("attention", ["blocked", "sdpa"])
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.families import FAMILIES
 from groupwise.models.load import context_length, load_model_config
 from groupwise.planner import HARDWARE, KNOWN_SHAPES, find_shape, make_plan
-from groupwise.planner.shape import shape_of_config
+from groupwise.planner.shape import ModelShape, shape_of_config
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", *(f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "7B"))])
@@ -115,6 +115,25 @@ def test_each_family_has_the_weights_of_its_module(family):
     shape = shape_of_config(config.to_dict(), family)
     assert shape.lean
     assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "smollm3", "cohere2"])
+def test_a_config_that_does_not_say_whether_it_is_tied(family):
+    whole = AutoConfig.for_model(family, vocab_size=5000, pad_token_id=0).to_dict()
+    unsaid = {name: value for name, value in whole.items() if name != "tie_word_embeddings"}
+    assert shape_of_config(unsaid, family).tied
+
+
+def test_a_wrapped_text_model_is_computed_by_what_wraps_it():
+    text = AutoConfig.for_model("gemma3_text", num_hidden_layers=2).to_dict()
+    assert shape_of_config(text, "m").lean
+    assert not shape_of_config({"model_type": "gemma3", "text_config": text}, "m").lean
+
+
+def test_adapters_count_fused_projections_and_both_ends():
+    shape = ModelShape(width=64, feed_forward=96, layers=3, heads=4, kv_heads=2, head_width=16, vocabulary=500, tied=False)
+    assert shape.adapter(8, ["qkv_proj", "gate_up_proj"]) == 8 * 3 * (64 + 64 + 2 * 32 + 64 + 2 * 96)
+    assert shape.adapter(8, ["q_proj", "lm_head"]) == 8 * (3 * (64 + 64) + 64 + 500)
 
 
 def test_a_config_of_gemma_3_as_it_is_published():

@@ -17,6 +17,7 @@ from groupwise.config.schema import Config
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking import RunFolder
 from groupwise.tracking.environment import code_revision, processor_name
+from groupwise.tracking.files import json_text
 from groupwise.tracking.text import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
 
 
@@ -193,6 +194,9 @@ TOKEN = "hf_" + "Ab1" * 10
         (["rewards.functions=[correctness, {function: a.py:f}]"], ["rewards.functions=[correctness, {function: a.py:f}]"]),
         (["data.source=https://h/x?api_key=abc&b=2#c"], ["data.source=https://h/x?api_key=<hidden>&b=2#c"]),
         (["x=Bearer abcdef1234"], ["x=Bearer <hidden>"]),
+        (["f={headers: {Authorization: Token abcdef1234567890}}"], ["f={headers: {Authorization: <hidden>}}"]),
+        (["f={password: correct horse battery, k: v}"], ["f={password: <hidden>, k: v}"]),
+        (["e={command: python a.py --api-key abc123 --n 3}"], ["e={command: python a.py --api-key <hidden> --n 3}"]),
     ],
 )
 def test_a_command_keeps_no_secret(word, shown):
@@ -219,8 +223,40 @@ def test_a_name_of_a_secret_hides_whatever_it_holds(name):
     }
 
 
+def test_an_option_inside_a_command_hides_its_value():
+    config = {"command": "python a.py --api-key abc123 --token=xyz --stop-token </s> --n 3", "parts": ["--api-key=abc"]}
+    assert hide_secrets(config) == {
+        "command": "python a.py --api-key <hidden> --token=<hidden> --stop-token </s> --n 3",
+        "parts": ["--api-key=<hidden>"],
+    }
+
+
+def test_a_secret_of_digits_leaves_numbers_alone(monkeypatch):
+    monkeypatch.setenv("PGPASSWORD", "00000000")
+    assert json.loads(json_text({"a": 0.1 + 0.2, "b": "is 00000000", "n": 300000000})) == {
+        "a": 0.1 + 0.2,
+        "b": "is <hidden>",
+        "n": 300000000,
+    }
+
+
 @pytest.mark.parametrize(
-    "name", ["answer_key", "tokenizer", "max_tokens", "keyword", "monkey", "author", "compass", "secretary", "pattern", "format"]
+    "name",
+    [
+        "stop_token",
+        "eos_token",
+        "arguments.think_token",
+        "answer_key",
+        "tokenizer",
+        "max_tokens",
+        "keyword",
+        "monkey",
+        "author",
+        "compass",
+        "secretary",
+        "pattern",
+        "format",
+    ],
 )
 def test_other_names_hide_nothing(name):
     assert hide_secrets({name: "abc"}) == {name: "abc"}

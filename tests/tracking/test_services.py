@@ -274,7 +274,7 @@ def test_trackio_has_the_rows_in_its_data_base(tmp_path, caplog, monkeypatch, ca
         monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio", raising=False)
     config, folder = folder_with(tmp_path, "output.trackers=[jsonl, trackio]", "output.project=mine")
     three_steps_and_a_verdict(config, folder, caplog)
-    rows = SQLiteStorage.get_logs("mine", "run")
+    rows = SQLiteStorage.get_logs("mine", f"run-{folder.tracking_id}")
     assert [(row["step"], row.get("reward/mean")) for row in rows] == [(1, 0.5), (2, 1.0), (3, 1.5), (3, None)]
     assert rows[3]["evaluation/greedy_tokens"] == 33.0
     said = capsys.readouterr()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from groupwise.config import load_config
 from groupwise.errors import TrainingError
-from groupwise.memory import available_memory_bytes
+from groupwise.memory import available_memory_bytes, total_memory_bytes
 from groupwise.planner.memory import beside_state, disk_bytes, evaluation, passes
 from groupwise.training import microbatches, short_memory
 from groupwise.training.loop import train
@@ -127,6 +127,9 @@ def test_a_container_has_less_than_the_machine(tmp_path):
     (tmp_path / "memory.max").write_text(f"{3 * 2**20}\n")
     (tmp_path / "memory.current").write_text(f"{2**20}\n")
     assert available_memory_bytes(tmp_path) == 2 * 2**20
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**19}\nactive_file 7\n")
+    assert available_memory_bytes(tmp_path) == 2 * 2**20 + 2**19, "files are given up"
+    assert total_memory_bytes(tmp_path) == 3 * 2**20
 
 
 @pytest.fixture

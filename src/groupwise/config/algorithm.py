@@ -183,8 +183,11 @@ class AlgorithmConfig(Section):
         return made
 
     def _assign(self, name: str, value: Any) -> None:
-        """Make it again from what is written: another preset moves every setting that is not."""
-        self.__setstate__(type(self).model_validate(_written(self) | {name: value}).__getstate__())
+        """Make it again from what is written: another preset moves every setting that is not. What the engine wants corrected stays."""
+        made = type(self).model_validate(written(self) | {name: value})
+        if "correction" not in made.model_fields_set:
+            made.__dict__["correction"] = self.correction
+        self.__setstate__(made.__getstate__())
 
     @model_validator(mode="after")
     def check_loss(self) -> AlgorithmConfig:
@@ -288,12 +291,12 @@ COMMON: Mapping[str, set[str]] = {"loss": set(LossSection.model_fields) - {"type
 """What a section of another type keeps."""
 
 
-def _written(section: Section) -> dict[str, Any]:
+def written(section: Section) -> dict[str, Any]:
     """What was set in it and in the sections inside, as ``follow_preset`` marks it."""
-    written: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
-        inner = _written(value) if isinstance(value, Section) else None
+        inner = written(value) if isinstance(value, Section) else None
         if name in section.model_fields_set or inner:
-            written[name] = value if inner is None else inner
-    return written
+            found[name] = value if inner is None else inner
+    return found

@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from groupwise.config.algorithm import COMMON, kind_in
+from groupwise.config.algorithm import COMMON, AlgorithmConfig, kind_in
 from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections, without_tags
 from groupwise.config.former import in_sections
 from groupwise.config.inert import INERT
@@ -170,7 +170,7 @@ def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "", 
             _set(written, path, value)
     _leave_former_types(merged.get("algorithm"), settings.get("algorithm") or {}, written.get("algorithm") or {})
     _spell_out_rewards(merged)
-    _check_values(merged, "", source)
+    _check_values(merged, "", source, hidden=of_a_run)
     try:
         return Config.model_validate(merged)
     except ConfigError as error:
@@ -226,7 +226,7 @@ def _leave_former_types(merged: Any, file: Any, written: Any) -> None:
 def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
     """Path and value of each."""
     if isinstance(overrides, Mapping):
-        yield from ((_resolve(str(key)), _merge({}, {"value": value})["value"]) for key, value in overrides.items())
+        yield from ((_resolve(_dotted(str(key))), _merge({}, {"value": value})["value"]) for key, value in overrides.items())
     else:
         yield from map(_parse_override, [overrides] if isinstance(overrides, str) else overrides)
 
@@ -239,10 +239,32 @@ def dump_config(config: Config) -> str:
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a config that differ from the defaults, as plain values in the shape of the YAML."""
     different = _difference(settings, Config().model_dump(mode="json"))
+    if isinstance(algorithm := settings.get("algorithm"), Mapping) and (own := _changed_objective(algorithm)) is not None:
+        different = {name: value for name, value in different.items() if name != "algorithm"} | (
+            {"algorithm": own} if own else {}
+        )
     if functions := different.get("rewards", {}).get("functions"):
         plain = RewardFunctionConfig.model_construct().model_dump(mode="json")
         different["rewards"]["functions"] = [_difference(one, plain) for one in functions]
     return different
+
+
+def _changed_objective(algorithm: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What differs from the objective that its preset and types alone make; None for one of another version."""
+    sections = {name: section for name in ("advantage", "loss") if isinstance(section := algorithm.get(name), Mapping)}
+    named = {"preset": algorithm.get("preset", AlgorithmConfig().preset)}
+    typed = named | {name: {"type": section["type"]} for name, section in sections.items() if "type" in section}
+    try:
+        alone, by_preset = (AlgorithmConfig.model_validate(one).model_dump(mode="json") for one in (typed, named))
+    except (ValidationError, ConfigError):
+        return None
+    different = _difference(algorithm, alone)
+    if named["preset"] != AlgorithmConfig().preset:
+        different = named | different
+    for name, section in sections.items():
+        if section.get("type") != by_preset[name]["type"]:
+            different[name] = {"type": section.get("type"), **different.get(name, {})}
+    return {name: different[name] for name in algorithm if name in different}
 
 
 def _difference(these: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +327,8 @@ def find_source(source: str | Path) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as its authors expect it: 1e-5 is a number (YAML 1.1 wants 1.0e-5), and a key given twice is an error."""
+    """YAML as its authors expect it: 1e-5 is a number (YAML 1.1 wants 1.0e-5), 010 is no 8 and 1:30 no 90, and a key given twice is an
+    error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -319,6 +342,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_INT = "tag:yaml.org,2002:int"
+_Loader.yaml_implicit_resolvers = {
+    sign: [one for one in known if one[0] != _INT] for sign, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"^(?:0x[0-9a-fA-F_]+|[-+]?(?:0|[1-9][0-9_]*))$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -390,8 +418,13 @@ def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"{override!r} is not an override, which is written key=value, such as training.steps=10")
-    path = _resolve(re.sub(r"\[(\d+)\]", r".\1", key.strip()))
-    return path, _parse_value(path, text)
+    path = _resolve(_dotted(key.strip()))
+    return path, _parse_value(path, text.strip())
+
+
+def _dotted(key: str) -> str:
+    """``functions[0]`` as ``functions.0``."""
+    return re.sub(r"\[(\d+)\]", r".\1", key)
 
 
 def _resolve(key: str) -> str:
@@ -504,9 +537,15 @@ def _spell_out_rewards(settings: dict[str, Any]) -> None:
                 entry["model"] = {"name": entry["model"]}
 
 
-def _check_values(value: object, path: str, source: str) -> None:
-    """Refuse nan and infinity everywhere: they pass most comparisons and would surface much later as a broken run; and trust that the
-    file ``source`` grants itself."""
+HIDDEN = "<hidden>"
+"""What stands in a run's files where a secret was."""
+
+
+def _check_values(value: object, path: str, source: str, hidden: bool) -> None:
+    """Refuse nan and infinity everywhere: they pass most comparisons and would surface much later as a broken run; trust that the file
+    ``source`` grants itself; and, unless ``hidden`` allows them, secrets that are not there."""
+    if value == HIDDEN and not hidden:
+        raise ConfigError(f"{path} is {HIDDEN}, which a run's files have in place of a secret: give the value itself")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path} is {value}, but must be a finite number: give one")
     if isinstance(value, _Granted):
@@ -516,10 +555,10 @@ def _check_values(value: object, path: str, source: str) -> None:
         )
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _check_values(inner, f"{path}.{key}" if path else str(key), source)
+            _check_values(inner, f"{path}.{key}" if path else str(key), source, hidden)
     if isinstance(value, list):
         for position, inner in enumerate(value):
-            _check_values(inner, f"{path}[{position}]", source)
+            _check_values(inner, f"{path}[{position}]", source, hidden)
 
 
 def _of_a_run(settings: Mapping[str, Any]) -> dict[str, Any]:

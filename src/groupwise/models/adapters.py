@@ -24,7 +24,7 @@ from groupwise.models.merging import is_adapted_layer, merged_weight
 from groupwise.models.module_scorer import ModuleScorer, Padded
 from groupwise.models.ops import scramble, uniforms
 from groupwise.models.packing import PackedTokens
-from groupwise.models.quantised import is_quantised
+from groupwise.models.quantised import dense_weight, is_quantised
 from groupwise.models.quiet import quieten_bitsandbytes
 from groupwise.models.saving import Made
 
@@ -79,7 +79,8 @@ def peft_config_of(config: LoraConfig) -> Any:
 def attach(model: Any, peft_config: Any, seed: int = 0) -> Any:
     """Put a new adapter on ``model`` and freeze the rest. Its weights are drawn from ``seed``; at first it changes nothing.
 
-    Raises ModelError where peft is missing, the model has an adapter already, or peft refuses the config.
+    Raises ModelError where peft is missing, the model has an adapter already, peft refuses the config, or it adapts one of two ends that
+    are one tensor.
     """
     peft = _peft()
     if not isinstance(peft_config, peft.PeftConfig):
@@ -91,11 +92,20 @@ def attach(model: Any, peft_config: Any, seed: int = 0) -> Any:
             f"{type(peft_config).__name__} puts trained vectors before the prompt, which is not covered: use a peft.LoraConfig"
         )
     try:
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        tied = None not in ends and ends[0].weight is ends[1].weight
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return peft.get_peft_model(model, peft_config)
+            adapted = peft.get_peft_model(model, peft_config)
     except (TypeError, ValueError) as error:
         raise ModelError(f"the adapter does not fit this model ({' '.join(str(error).split())}): fix target_modules") from error
+    outside = (base_module(adapted).get_input_embeddings(), base_module(adapted).get_output_embeddings())
+    if tied and any(is_adapted_layer(end) for end in outside):
+        raise ModelError(
+            "target_modules names the embedding or the output head, which are one tensor in this model: a merged model could not hold what "
+            "only one of them learns; leave it out"
+        )
+    return adapted
 
 
 def load_adapter(model: Any, folder: Path) -> None:
@@ -133,7 +143,9 @@ class KeepsAdapter:
         """Let the reference be the adapter as it is now, in place of none: for one that comes trained."""
         (name,) = self.adapted.peft_config
         trainable = [p for _, p in self.named_parameters()]
-        self.adapted.add_adapter(_REFERENCE, self.adapted.peft_config[name])
+        config = copy.deepcopy(self.adapted.peft_config[name])
+        config.init_lora_weights = False  # PiSSA and its like would take their factors out of the base once more
+        self.adapted.add_adapter(_REFERENCE, config)
         weights = dict(self.adapted.named_parameters())
         for key, parameter in weights.items():
             if f".{_REFERENCE}." in key:
@@ -293,11 +305,15 @@ def why_not_mergeable(model: Any) -> str | None:
             return f"an adapter of the kind {config.peft_type}"
         if config.use_dora or config.bias != "none" or getattr(config, "modules_to_save", None):
             return "an adapter that is more than two low-rank factors"
+        if getattr(config, "lora_bias", False) or getattr(config, "trainable_token_indices", None):
+            return "an adapter with biases or tokens of its own"
     for layer in _layers(model):
         if type(layer).__name__ not in ("Linear", *_QUANTISED) or getattr(layer, "lora_variant", None):
             return f"an adapted layer of the kind {type(layer).__name__}"
         if getattr(layer, "fan_in_fan_out", False):
             return "an adapted layer whose weight is transposed"
+        if getattr(layer, "merged", False):
+            return "an adapter that is worked into the weights already"
     return None
 
 
@@ -312,7 +328,7 @@ def merged(model: Any) -> Any:
     Where the adapter is two low-rank factors, the weights are those that sample and learn (``models/merging.py``).
     """
     if is_adapted(model) and why_not_mergeable(model) is not None:
-        return copy.deepcopy(model).merge_and_unload()
+        return _dense(copy.deepcopy(model)).merge_and_unload()
     plain, state = merged_state(model)
     for key, tensor in state.items():
         place, _, name = key.rpartition(".")
@@ -324,6 +340,29 @@ def merged(model: Any) -> Any:
             owner._parameters[name] = nn.Parameter(made, requires_grad=False)
     plain.tie_weights()
     return plain.eval()
+
+
+def _dense(model: Any) -> Any:
+    """``model`` with its quantised layers dequantised, adapted ones too: peft would round what it merges back into few bits."""
+    dtype = base_module(model).dtype
+    for name, layer in list(model.named_modules()):
+        if not is_quantised(layer):
+            continue
+        with torch.device("meta"):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=dtype)
+        plain.weight = nn.Parameter(dense_weight(layer, dtype), requires_grad=False)
+        plain.bias = layer.bias
+        place, _, own = name.rpartition(".")
+        owner = model.get_submodule(place)
+        setattr(owner, own, plain)
+        if is_adapted_layer(owner):
+            owner.__class__ = _peft().tuners.lora.layer.Linear
+            owner.fan_in_fan_out = owner.is_target_conv_1d_layer = False
+    for part in (model, base_module(model)):
+        part.config.__dict__.pop("quantization_config", None)
+        for name in ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit", "hf_quantizer"):
+            part.__dict__.pop(name, None)
+    return model
 
 
 def merged_state(model: Any) -> tuple[Any, dict[str, Tensor | Made]]:

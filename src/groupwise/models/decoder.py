@@ -33,7 +33,7 @@ from groupwise.models.packing import Packed, PackedTokens, pack
 from groupwise.models.quantised import is_quantised
 from groupwise.threads import adapt_threads
 
-__all__ = ["Decoder", "MergedDecoder", "layer_sources", "why_not_lean", "why_unsupported"]
+__all__ = ["Decoder", "MergedDecoder", "is_tied", "layer_sources", "why_not_lean", "why_unsupported"]
 
 
 def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
@@ -43,9 +43,23 @@ def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
     """
     if (reason := why_uncovered(model.config)) is not None:
         return reason
+    for part in (model, model.model, *model.model.layers[:1]):
+        if not type(part).__module__.startswith("transformers.models."):
+            return f"a class of its own, {type(part).__name__}"
     if not any_layers and any(type(m).__name__ != "Linear" for m in model.modules() if hasattr(m, "in_features")):
         return "adapters or quantised layers"
     return None
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the output head is the embedding. Of a file with two that differ, transformers 5 makes two whatever the config says, which
+    then says so here too: what is saved is loaded by it."""
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    if head is embedding or (head.is_meta and model.config.tie_word_embeddings):
+        return True
+    tied = not head.is_meta and head.data_ptr() == embedding.data_ptr() != 0 and head.shape == embedding.shape
+    model.config.tie_word_embeddings = tied
+    return tied
 
 
 def layer_sources(layer: nn.Module, family: Family) -> dict[str, list[nn.Parameter] | None]:
@@ -88,9 +102,8 @@ class Decoder:
         self._read(model, gradient_checkpointing, attention, device)
         self._fused: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         trunk = model.model
+        tied = is_tied(model)
         self.embedding = self._fuse([trunk.embed_tokens.weight], trainable)
-        head = model.lm_head.weight
-        tied = model.config.tie_word_embeddings or (not head.is_meta and head.data_ptr() == self.embedding.data_ptr())
         if tied:
             model.lm_head.weight = trunk.embed_tokens.weight
         self.head = self.embedding if tied else self._fuse([model.lm_head.weight], trainable)
@@ -307,7 +320,7 @@ class MergedDecoder(Decoder, KeepsAdapter):
         if not is_adapted(model):
             base.requires_grad_(False)
         self.embedding = base.model.embed_tokens.weight
-        self.head = self.embedding if base.config.tie_word_embeddings else base.lm_head.weight
+        self.head = self.embedding if is_tied(base) else base.lm_head.weight
         self.layers = [MergedLayer(layer, self.family, self.dtype) for layer in base.model.layers]
         self.final_norm = base.model.norm.weight
         for _, parameter in self.named_parameters():

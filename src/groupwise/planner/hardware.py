@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from groupwise.errors import ConfigError
+from groupwise.memory import total_memory_bytes
 
 __all__ = [
     "GPUS_OF_A_MACHINE", "HARDWARE", "NETWORK_BYTES_PER_S", "Hardware", "alike", "choose_hardware", "find_hardware", "measure",
@@ -127,11 +128,10 @@ def measure(device: str = "auto", width: int = 1024, feed_forward: int = 4096, t
     """This machine's own rates: the widest product of a layer over 1,024 rows (8,192 on a GPU) in bf16 and fp32, and a copy.
 
     The fastest of what a second holds counts, so that a moment in which the machine was busy does not. ``device``: ``cpu``, ``cuda``,
-    or ``auto``; ``width`` and ``feed_forward``: the model's. On CPU the memory is the whole machine's.
+    or ``auto``; ``width`` and ``feed_forward``: the model's. On CPU the memory is the whole machine's, or its container's.
 
     Imports torch. Raises ConfigError where a GPU is to be measured and there is none.
     """
-    import psutil
     import torch
 
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -152,7 +152,7 @@ def measure(device: str = "auto", width: int = 1024, feed_forward: int = 4096, t
     operations = 2.0 * rows * width * 2 * feed_forward
     copy = _fastest(lambda: target.copy_(source), wait)
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else psutil.virtual_memory().total
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else total_memory_bytes()
     return Hardware(
         name, memory, operations / product, 2.0 * source.nbytes / copy,
         HARDWARE["a100-80gb" if on_gpu else "cpu"].link_bytes_per_s, 0.6, 0.8,
@@ -198,9 +198,7 @@ def choose_hardware(device: str, name: str | None, gpu_bytes: int | None) -> Har
     if gpu_bytes is None:
         gpu = None if device == "cpu" else present_gpu()
         if gpu is None:
-            import psutil
-
-            return replace(HARDWARE["cpu"], memory_bytes=psutil.virtual_memory().total)
+            return replace(HARDWARE["cpu"], memory_bytes=total_memory_bytes())
         card, gpu_bytes = named_in(gpu[0]), gpu[1]
     if card is None and (same := alike(gpu_bytes)):
         card = min(same, key=lambda card: card.flops_per_s)

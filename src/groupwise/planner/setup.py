@@ -159,7 +159,10 @@ class Setup:
     def packed(self) -> bool:
         """Whether the lean decoder computes the passes; otherwise the model's own module, over padded rows."""
         lora = self.config.model.lora
-        return self.shape.lean and (lora is None or lora.dropout == 0)
+        if not self.shape.lean or lora is None:
+            return self.shape.lean
+        targets = () if isinstance(lora.target_modules, str) else lora.target_modules
+        return lora.dropout == 0 and not any(name.endswith(("embed_tokens", "lm_head")) for name in targets)
 
     @property
     def by_vllm(self) -> bool:

@@ -106,7 +106,7 @@ class ModelShape:
         return self.layers * (self.layer_matrices + norms + biases) + (1 if self.tied else 2) * self.head + self.width
 
     def adapter(self, rank: int, target_modules: str | list[str]) -> int:
-        """Weights of a LoRA of this rank: rank (in + out) for every adapted projection. A regular expression counts as all of them."""
+        """Weights of a LoRA of this rank: rank (in + out) for every adapted projection. A regular expression counts as all in a layer."""
         kv = self.kv_heads * self.head_width
         sizes = {
             "q_proj": self.width + self.attended, "k_proj": self.width + kv, "v_proj": self.width + kv,
@@ -114,7 +114,14 @@ class ModelShape:
             "up_proj": self.width + self.feed_forward, "down_proj": self.feed_forward + self.width,
         }  # fmt: skip
         chosen = list(sizes) if isinstance(target_modules, str) else [m.rsplit(".", 1)[-1] for m in target_modules]
-        return self.layers * rank * sum(sizes.get(name, 0) for name in chosen)
+        sizes |= {"qkv_proj": self.width + self.attended + 2 * kv, "gate_up_proj": self.width + 2 * self.feed_forward}
+        ends = sum(name in _ENDS for name in chosen) * (self.width + self.vocabulary)
+        return rank * (self.layers * sum(sizes.get(name, 0) for name in chosen) + ends)
+
+
+_ENDS = ("embed_tokens", "lm_head")
+_TIED = ("gemma", "gemma2", "smollm3", "cohere", "cohere2", "ernie4_5")
+"""Types whose output head is the embedding where the config does not say."""
 
 
 def _qwen25(width: int, feed_forward: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool) -> ModelShape:
@@ -211,6 +218,8 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             "name a dense model, or try the run with `groupwise bench`"
         )
     family = FAMILIES.get(architecture)
+    tied = architecture in _TIED if family is None else family.tied
+    outer = str(values.get("model_type") or architecture)  # a wrapped text model is loaded with what wraps it
     context = text.get("max_position_embeddings")
     try:
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
@@ -222,12 +231,12 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_width=int(text.get("head_dim") or width // heads),
             vocabulary=int(text["vocab_size"]),
-            tied=bool(text.get("tie_word_embeddings", values.get("tie_word_embeddings", family is not None and family.tied))),
+            tied=bool(text.get("tie_word_embeddings", values.get("tie_word_embeddings", tied))),
             qkv_bias=(family is not None and family.qkv_bias) or bool(text.get("attention_bias")),
             head_norm=family is not None and family.head_norm,
             layer_norms=2 if family is None else family.layer_norms,
             architecture=architecture,
-            uncovered=why_uncovered({**text, "model_type": architecture}),
+            uncovered=why_uncovered({**text, "model_type": outer}),
             windows=() if family is None or not any(windows := family.windows(text)) else windows,
             context=context if isinstance(context, int) and 0 < context < 10**9 else _UNNAMED_CONTEXT,
         )

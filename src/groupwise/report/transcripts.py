@@ -18,7 +18,7 @@ from groupwise.report.curves import short
 from groupwise.report.page import pack_columns, pack_json
 from groupwise.tracking.files import finite
 from groupwise.tracking.reading import CompletionRecord, RunRecord
-from groupwise.types import Turn
+from groupwise.types import ToolCall, Turn
 
 __all__ = ["COLUMNS", "Portions", "TokenPieces", "around_questions", "transcripts"]
 
@@ -160,9 +160,10 @@ def as_row(record: CompletionRecord, names: Sequence[str], pieces: TokenPieces) 
 
 
 def as_turn(turn: Turn) -> list[object]:
-    calls = [
-        [call.name, json.dumps(finite(call.arguments), ensure_ascii=False), call.result, call.failure] for call in turn.calls
-    ]
+    def arguments(call: ToolCall) -> str:  # half a character, which no page can hold, as its escape
+        return json.dumps(finite(call.arguments), ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+
+    calls = [[call.name, arguments(call), call.result, call.failure] for call in turn.calls]
     return [turn.role, turn.text, turn.tokens, calls, turn.reward, *([True] if turn.rewritten else [])]
 
 

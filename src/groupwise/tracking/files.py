@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from groupwise.durable import write_bytes
-from groupwise.tracking.text import hide_environment_secrets, hide_shaped_secrets
+from groupwise.tracking.text import environment_secrets, hide_shaped_secrets, without
 
 __all__ = ["LineFile", "json_line", "write_json", "write_json_lines", "write_text"]
 
@@ -19,25 +19,27 @@ LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 """Characters that ``str.splitlines`` breaks at though JSON allows them inside a string; written as escapes instead."""
 
 
-def finite(value: object) -> Json:
-    """``value`` without secrets, and with NaN and infinities as ``None``: JSON has no word for them, and most readers refuse Python's."""
+def finite(value: object, secrets: Sequence[str] | None = None) -> Json:
+    """``value`` without secrets, and with NaN and infinities as ``None``: JSON has no word for them, and most readers refuse Python's.
+
+    ``secrets``: those of the environment, by default as they are now."""
+    secrets = environment_secrets() if secrets is None else secrets
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
-        return hide_shaped_secrets(value)
+        return without(hide_shaped_secrets(value), secrets)
     if isinstance(value, int) or value is None:
         return value
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [finite(item, secrets) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {without(str(key), secrets): finite(item, secrets) for key, item in value.items()}
     number = getattr(value, "item", None)  # numpy and torch scalars, without importing either
-    return finite(number()) if callable(number) and getattr(value, "ndim", 1) == 0 else str(value)
+    return finite(number(), secrets) if callable(number) and getattr(value, "ndim", 1) == 0 else without(str(value), secrets)
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return hide_environment_secrets(text, lambda secret: json.dumps(secret, ensure_ascii=False)[1:-1]).translate(LINE_BREAKS)
+    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, indent=indent).translate(LINE_BREAKS)
 
 
 def json_line(value: object) -> bytes:

@@ -118,7 +118,7 @@ class RunResult:
             Chart({name: points for name in FIRST_LOOK if (points := self.run.series(name))}) if self.folder.is_dir() else None
         )
         chart = drawn._repr_html_() if drawn and drawn.series else ""
-        return f"<div><b>{_safe(self.folder)}</b>, {self.summary.get('steps', '?')} steps{table}{chart}</div>"
+        return f"<div><b>{_safe(self.folder)}</b>, {_safe(self.summary.get('steps', '?'))} steps{table}{chart}</div>"
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -256,7 +256,7 @@ class TrackioTracker(NumericTracker):
         with _stdout_to_stderr():
             self.run: Any = trackio.init(
                 project=config.output.project or "groupwise",
-                name=folder.path.absolute().name,
+                name=f"{folder.path.absolute().name}-{folder.tracking_id}",  # it knows a run by its name alone
                 resume="allow",
                 config=hide_secrets(config.model_dump(mode="json")),
                 embed=False,

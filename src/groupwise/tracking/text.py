@@ -12,15 +12,15 @@ import functools
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
 __all__ = [
     "HIDDEN",
+    "environment_secrets",
     "harmless",
-    "hide_environment_secrets",
     "hide_secrets",
     "hide_secrets_in_command",
     "hide_secrets_in_message",
@@ -29,6 +29,7 @@ __all__ = [
     "message",
     "visible",
     "visible_character",
+    "without",
 ]
 
 HIDDEN = "<hidden>"
@@ -44,6 +45,8 @@ _NAME = (
 SECRET_NAME = re.compile(rf"(?i)(?:^|[._-]|(?<=[a-z])(?-i:(?=[A-Z]))){_NAME}$|(?:^|\.)key$")
 """A credential's name, whole or as the last words of one: ``api_key``, ``rewards.functions.0.arguments.password``, ``judgeApiKey``. A
 ``key`` alone is one too, and ``answer_key`` is none."""
+NO_SECRET = re.compile(r"(?i)(?:^|[._-])(?:stop|eos|bos|pad|unk|sep|cls|mask|start|end|think|image|special)[_-]?token$")
+"""Tokens of a vocabulary."""
 _LONGEST_NAME = 120
 _NO_SECRETS = ("PWD", "OLDPWD")
 """Environment variables that look like a password's and hold the working directory."""
@@ -69,18 +72,22 @@ URL_SECRET = re.compile(
 HOOK = re.compile(r"(https://hooks\.[\w.-]+/)\S+")
 PAIR_NAME = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*+[:=])\s*+""")
 PAIR_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,}\]"']+""")
-"""``api_key: abc`` inside a word of the command, as in YAML."""
+WHOLE_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^,}\]"'\n]+""")
+"""``api_key: abc`` inside a word of the command, as in YAML, where a value may have blanks."""
+OPTION = re.compile(r"(?<![^\s\"'\[,])(--?([\w-]{1,60}+)(?:=|\s{1,5}+))(?![-\s])([^\s\"'\]},]++)")
+"""``--api-key abc`` inside a text, such as an agent's command."""
 
 
 @functools.lru_cache(maxsize=4096)  # every record of a run has the same names, and is asked about the same environment
 def is_secret(name: str) -> bool:
     """Whether what bears this name is a credential."""
-    return SECRET_NAME.search(name[-_LONGEST_NAME:]) is not None
+    end = name[-_LONGEST_NAME:]
+    return SECRET_NAME.search(end) is not None and NO_SECRET.search(end) is None
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:
     """``value`` with anything that is named or shaped like a credential replaced by ``<hidden>``, at any depth. Numbers stay."""
-    return _hide(value, name, _environment_secrets())
+    return _hide(value, name, environment_secrets())
 
 
 def _hide(value: Any, name: str, known: Sequence[str]) -> Any:
@@ -90,13 +97,17 @@ def _hide(value: Any, name: str, known: Sequence[str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_hide(item, name, known) for item in value]
     if isinstance(value, str):
-        return HIDDEN if is_secret(name) else _without(hide_shaped_secrets(value), known)
+        return HIDDEN if is_secret(name) else without(_without_options(hide_shaped_secrets(value)), known)
     return value
+
+
+def _without_options(text: str) -> str:
+    return OPTION.sub(lambda found: f"{found[1]}{HIDDEN}" if is_secret(found[2]) else found[0], text) if "-" in text else text
 
 
 def hide_secrets_in_text(text: str) -> str:
     """``text`` without what is shaped like a credential, stands where one does in a URL, or is one of the environment's."""
-    return hide_environment_secrets(hide_shaped_secrets(text))
+    return without(hide_shaped_secrets(text), environment_secrets())
 
 
 @functools.lru_cache(maxsize=64)  # the completions of a group have one prompt and one answer
@@ -115,20 +126,14 @@ def _authorization(found: re.Match[str]) -> str:
     return f"{found[1]} {HIDDEN}" if mixed or word.endswith("=") or len(INNER_CAPITAL.findall(word)) > 1 else found[0]
 
 
-def hide_environment_secrets(text: str, written: Callable[[str], str] = str) -> str:
-    """``text`` without what stands in environment variables that are named like credentials, such as ``HF_TOKEN``.
-
-    ``written``: how a value would look in it. Values of fewer than 8 characters, and plain words, are none.
-    """
-    return _without(text, [written(secret) for secret in _environment_secrets()])
-
-
-def _environment_secrets() -> list[str]:
+def environment_secrets() -> list[str]:
+    """Values of environment variables that are named like credentials; of fewer than 8 characters, and plain words, are none."""
     values = [os.environ.get(name, "") for name in list(os.environ) if is_secret(name) and name not in _NO_SECRETS]
     return [value for value in values if len(value) >= 8 and not value.isalpha()]
 
 
-def _without(text: str, secrets: Sequence[str]) -> str:
+def without(text: str, secrets: Sequence[str]) -> str:
+    """``text`` with each of ``secrets`` hidden."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     return text
@@ -160,7 +165,9 @@ def _without_pairs(word: str, quoted: bool = False) -> str:
     shown, done = [], 0
     for match in PAIR_NAME.finditer(word):
         meant = match[2][0] in "\"'" or (match[2] == "=" and match[1] != "key") if quoted else True
-        value = PAIR_VALUE.match(word, match.end()) if meant and match.start() >= done and is_secret(match[1]) else None
+        value = None
+        if meant and match.start() >= done and is_secret(match[1]):
+            value = (PAIR_VALUE if quoted else WHOLE_VALUE).match(word, match.end())
         if value and not value[0].startswith(("<", "{", "[")):
             shown += [word[done : match.end()], HIDDEN]
             done = value.end()

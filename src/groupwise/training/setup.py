@@ -211,7 +211,7 @@ def _with_steps(config: Config, problems: int) -> Config:
         raise ConfigError(f"training.epochs is {config.training.epochs:g}, which is more steps than can be counted: lower it")
     steps = math.ceil(passes)
     training = config.training.model_copy(update={"steps": steps, "epochs": None})
-    return Config(**{name: getattr(config, name) for name in config.model_fields_set} | {"training": training})
+    return Config(**{name: getattr(config, name) for name in type(config).model_fields} | {"training": training})
 
 
 def _note_on_idle_gpus(config: Config, processes: int) -> str | None:
