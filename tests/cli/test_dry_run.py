@@ -44,7 +44,7 @@ def test_a_dry_run_shows_settings_rewards_and_the_first_prompt_without_weights(g
     result = groupwise("train", "quickstart", *small, "--dry-run")
     assert result.exit_code == 0, result.output
     assert "completions_per_prompt: 2" in result.stdout
-    assert "correctness" in result.stdout
+    assert "accuracy" in result.stdout
     assert "<|im_start|>user\n" in result.stdout
     assert "8 training problems, 4 held out; 4 completions a step for 2 steps. No weights were loaded." in result.stdout
 
@@ -160,7 +160,7 @@ def test_a_dry_run_has_its_findings_in_json(groupwise, small, no_weights):
 def test_a_dry_run_as_json_is_json_and_its_config_reads_back(groupwise, small, no_weights, tmp_path):
     found = json.loads(groupwise("train", "quickstart", *small, "--dry-run", "--json").stdout)
     assert (found["training_problems"], found["held_out_problems"], found["context_length"]) == (8, 4, 512)
-    assert [row["name"] for row in found["rewards"]] == ["correctness", "format", "strict_xml"]
+    assert [row["name"] for row in found["rewards"]] == ["accuracy"]
     first = found["first_prompt"]
     assert first["text"].endswith("<|im_start|>assistant\n")
     again = tmp_path / "again.yaml"

@@ -285,7 +285,7 @@ def test_runs_of_recipes_that_are_paid_otherwise_now_keep_the_rewards_that_those
         start = warm_start_job(0, Budget(), Path("work"), settings, (), recipe)
         return start, grpo_job(Variant("plain"), 0, Budget(), Path("work"), settings, start)
 
-    assert rewards(Job("", (), "")) == ["correctness", "format", "strict_xml"], "the recipe's own"
+    assert rewards(Job("", (), "")) == ["accuracy"], "the recipe's own"
     assert [one.function for one in load_config("gsm8k-1.5b-cpu").rewards.functions] == ["accuracy"]
     for recipe in ("quickstart", "gsm8k-1.5b-cpu"):
         assert [rewards(job) for job in jobs(recipe, "optimizer.warmup_steps=0")] == [["correctness", "format"]] * 2

@@ -28,6 +28,7 @@ TRIED = 16
 KINDS = ("right", "wrong", "empty", "gibberish", "right, then on to the limit")
 ENDED = 4
 """The kinds that end by themselves; the last one is cut at the token limit."""
+REASONING = "Step by step."
 GIBBERISH = "la la la la la"
 
 
@@ -67,7 +68,8 @@ class Rehearsal:
         problem, style = self.problems[index], self.prepared.answer_style
         others = (p for p in self.problems if p.answer not in problem.accepted)
         other = next(others, replace(problem, answer="12345.678"))
-        right = worked_completion(problem, style)  # type: ignore[arg-type]
+        reasoned = problem.columns.get("solution") or REASONING  # rows without one are answered in the whole form too
+        right = worked_completion(replace(problem, columns={**problem.columns, "solution": reasoned}), style)  # type: ignore[arg-type]
         wrong = worked_completion(replace(problem, answer=other.answer, columns={}), style)  # type: ignore[arg-type]
         tokenizer = self.prepared.tokenizer
         ended = [make_completion(tokenizer, text, sample) for sample, text in enumerate((right, wrong, "", GIBBERISH))]
