@@ -147,6 +147,8 @@ def test_a_result_has_a_chart_and_a_short_view(result, tmp_path):
         result.plot("reward")
     assert groupwise.RunResult.of(result.folder).evaluations.equals(result.evaluations)
     view = result._repr_html_()
+    forged = groupwise.RunResult(result.folder, {**result.summary, "steps": "<img src=x>"})
+    assert "<img" not in forged._repr_html_()
     assert "a &lt;b&gt; run" in view
     assert "<b> run" not in view
     assert "after GRPO" in view

@@ -179,6 +179,13 @@ def _set(*settings: tuple[int, int]) -> bool:
     return all(mallopt(name, value) == 1 for name, value in settings)
 
 
+_GROUPS = (
+    ("memory.max", "", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, folder, use, and what of it files take in ``memory.stat``: of cgroups version 2 and 1."""
+
+
 def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that this process could still take: of the machine, or of its container (``groups``: cgroups version 2 or 1). What files have
     been read and written counts as free: the system lets go of it."""
@@ -190,12 +197,6 @@ def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return max(0, free)
-
-
-_GROUPS = (
-    ("memory.max", "", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory", "memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 def _in_files(stat: Path, name: str) -> int:

@@ -17,8 +17,9 @@ from groupwise.report import write_report
 from groupwise.report.curves import bands, quantile, taken, thin
 from groupwise.report.page import SCRIPTS, content_policy, pack_columns, script, script_json, style
 from groupwise.report.payload import differences, flat
-from groupwise.report.transcripts import COLUMNS, around_questions
+from groupwise.report.transcripts import COLUMNS, around_questions, as_turn
 from groupwise.tracking.reading import read_run
+from groupwise.types import ToolCall, Turn
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -254,6 +255,18 @@ def test_settings_that_are_not_the_defaults_are_named(tmp_path):
     assert {"algorithm.loss.epsilon", "training.threads", "training.steps"} <= set(run["chosen"])
     assert set(run["chosen"]) < set(run["settings"])
     assert "algorithm.advantage.scale" not in run["chosen"], "it is what every run has"
+    overrides = ["algorithm.preset=dr_grpo", "algorithm.loss.aggregation=sequence_mean"]
+    run = parts(write_report([write_run(tmp_path / "another", Story(steps=3, overrides=overrides))]).path)[0]["runs"][0]
+    objective = {path for path in run["chosen"] if path.startswith("algorithm")}
+    assert objective == {"algorithm.preset", "algorithm.loss.aggregation"}, (
+        "the one is not the preset's, though it is plain GRPO's"
+    )
+
+
+def test_half_a_character_in_a_call_can_be_written():
+    turn = Turn("assistant", "x", 1, (ToolCall("f", {"x": "\ud83d é"}, "1", None),))
+    ((name, arguments, *_),) = as_turn(turn)[3]
+    assert (name, arguments.encode().decode()) == ("f", '{"x": "\\ud83d é"}')
 
 
 def test_weights_and_the_rule_of_advantages_are_those_of_the_settings(tmp_path):

@@ -271,6 +271,7 @@ def test_visible_keeps_words_and_newlines():
 
 
 def test_short_forms():
+    assert [number(x) for x in (999.4, 999.7, -999.7)] == ["999", "1,000", "-1,000"]
     assert [number(x) for x in (0.0, 3.0, 12345.6, 0.012345, float("nan"), 1e-6)] == [
         "0",
         "3",

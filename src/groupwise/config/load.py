@@ -30,7 +30,7 @@ from groupwise.config.section import shown
 from groupwise.errors import ConfigError, printable
 
 __all__ = [
-    "Recipe", "build_config", "build_known", "changed_settings", "dump_config", "find_source", "load_config", "load_run_config",
+    "HIDDEN", "Recipe", "build_config", "build_known", "changed_settings", "dump_config", "find_source", "load_config", "load_run_config",
     "plain_yaml", "recipes", "yaml_text",
 ]  # fmt: skip
 
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _OWN_SETTINGS = ("algorithm.advantage.settings.", "algorithm.loss.settings.")
 """Whatever stands below is a function's own."""
+HIDDEN = "<hidden>"
+"""What stands in a run's files where a secret was."""
 MOST_VALUES = 100_000
 """Most values in one YAML file, with its aliases written out: a settings file has hundreds."""
 
@@ -239,10 +241,12 @@ def dump_config(config: Config) -> str:
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a config that differ from the defaults, as plain values in the shape of the YAML."""
     different = _difference(settings, Config().model_dump(mode="json"))
-    if isinstance(algorithm := settings.get("algorithm"), Mapping) and (own := _changed_objective(algorithm)) is not None:
-        different = {name: value for name, value in different.items() if name != "algorithm"} | (
-            {"algorithm": own} if own else {}
-        )
+    algorithm = settings.get("algorithm")
+    own = _changed_objective(algorithm) if isinstance(algorithm, Mapping) else None
+    if own:
+        different["algorithm"] = own
+    elif own is not None:
+        different.pop("algorithm", None)
     if functions := different.get("rewards", {}).get("functions"):
         plain = RewardFunctionConfig.model_construct().model_dump(mode="json")
         different["rewards"]["functions"] = [_difference(one, plain) for one in functions]
@@ -535,10 +539,6 @@ def _spell_out_rewards(settings: dict[str, Any]) -> None:
         for entry in section["functions"]:
             if isinstance(entry, dict) and isinstance(entry.get("model"), str):
                 entry["model"] = {"name": entry["model"]}
-
-
-HIDDEN = "<hidden>"
-"""What stands in a run's files where a secret was."""
 
 
 def _check_values(value: object, path: str, source: str, hidden: bool) -> None:

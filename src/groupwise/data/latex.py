@@ -91,7 +91,7 @@ UNREADABLE = re.compile(
 ARGUMENTS = re.compile(r"\\(?:frac|binom)\s*(?:[0-9]|\{[^{}]*\})\s*(?:[0-9]|\{[^{}]*\})|_[0-9]+\s*")
 """Numbers side by side that belong to a command, and an index."""
 SIDE_BY_SIDE = re.compile(
-    r"[0-9]\s+(?![0-9]+ ?/ ?[0-9])[0-9.]|[0-9]\s*\{\s*[0-9]|(?<![A-Za-z0-9}\])^_])\{[0-9.]+\}\s*[0-9{(]|[0-9]*\.[0-9]+\."
+    r"[0-9]\s+(?![0-9]+ ?/ ?[0-9])[0-9.]|[0-9]\s*\{\s*[0-9]|(?<![A-Za-z0-9}\])^_])\{[0-9.]+\}\s*[0-9{(]|\.[0-9]+\."
 )
 """Two numbers without a sign between them, but for ``2 1/2``: math-verify adds them (``5 6`` is 11) or drops all but zeros (``10 000``)."""
 WORD_AFTER_NUMBER = re.compile(r"(?<=[0-9])(\s*)([A-Za-z]{2,})(?![A-Za-z])")

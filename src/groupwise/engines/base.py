@@ -14,7 +14,7 @@ from groupwise.types import Completion, Prompt
 if TYPE_CHECKING:
     from groupwise.engines.wrappers import RowLimit
 
-__all__ = ["Engine", "Progress", "SampleRequest", "SamplingSettings", "Watch"]
+__all__ = ["COLDEST", "Engine", "Progress", "SampleRequest", "SamplingSettings", "Watch"]
 
 
 COLDEST = 1e-6

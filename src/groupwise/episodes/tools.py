@@ -244,9 +244,8 @@ def calculator(expression: str) -> str:
         value = int(value)
     if isinstance(value, int):
         return str(value)
-    digits = min(
-        17, max(12, len(str(int(abs(value)))) + 1)
-    )  # twelve hide what binary fractions add; none before the point is lost
+    # Twelve digits hide what binary fractions add; more, so that none before the point is lost.
+    digits = min(17, max(12, len(str(int(abs(value)))) + 1))
     return format(Decimal(f"{value:.{digits}g}"), "f")
 
 

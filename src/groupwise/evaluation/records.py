@@ -209,9 +209,8 @@ class PartialRecords:
         samples, asked = conditions["samples"], json.loads(json_line(conditions))
         asks = [[prompt.problem.id, prompt.text] for prompt in prompts for _ in range(samples)][: len(lines)]
         differs = sorted({key for line in lines for key in asked if line.get(key) != asked[key]})
-        if [[line["problem"], line.get("prompt")] for line in lines] != json.loads(
-            json_line(asks)
-        ):  # as it is written, secrets hidden
+        written = json.loads(json_line(asks))  # with secrets hidden
+        if [[line["problem"], line.get("prompt")] for line in lines] != written:
             differs = differs or ["problems"]
         if differs:
             raise DataError(

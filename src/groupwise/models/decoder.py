@@ -33,7 +33,7 @@ from groupwise.models.packing import Packed, PackedTokens, pack
 from groupwise.models.quantised import is_quantised
 from groupwise.threads import adapt_threads
 
-__all__ = ["Decoder", "MergedDecoder", "is_tied", "layer_sources", "why_not_lean", "why_unsupported"]
+__all__ = ["Decoder", "MergedDecoder", "layer_sources", "why_not_lean", "why_unsupported"]
 
 
 def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
@@ -51,13 +51,16 @@ def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
     return None
 
 
-def is_tied(model: Any) -> bool:
-    """Whether the output head is the embedding. Of a file with two that differ, transformers 5 makes two whatever the config says, which
-    then says so here too: what is saved is loaded by it."""
+def _settle_tie(model: Any) -> bool:
+    """Whether the output head is the embedding; from now on the config says it too, by which what is saved is loaded.
+
+    Of a file with two tensors that differ, transformers 5 makes two whatever the config says.
+    """
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-    if head is embedding or (head.is_meta and model.config.tie_word_embeddings):
-        return True
-    tied = not head.is_meta and head.data_ptr() == embedding.data_ptr() != 0 and head.shape == embedding.shape
+    if head is embedding or head.is_meta:
+        tied = head is embedding or bool(model.config.tie_word_embeddings)
+    else:
+        tied = head.data_ptr() == embedding.data_ptr() != 0 and head.shape == embedding.shape
     model.config.tie_word_embeddings = tied
     return tied
 
@@ -102,7 +105,7 @@ class Decoder:
         self._read(model, gradient_checkpointing, attention, device)
         self._fused: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         trunk = model.model
-        tied = is_tied(model)
+        tied = _settle_tie(model)
         self.embedding = self._fuse([trunk.embed_tokens.weight], trainable)
         if tied:
             model.lm_head.weight = trunk.embed_tokens.weight
@@ -320,7 +323,7 @@ class MergedDecoder(Decoder, KeepsAdapter):
         if not is_adapted(model):
             base.requires_grad_(False)
         self.embedding = base.model.embed_tokens.weight
-        self.head = self.embedding if is_tied(base) else base.lm_head.weight
+        self.head = self.embedding if _settle_tie(base) else base.lm_head.weight
         self.layers = [MergedLayer(layer, self.family, self.dtype) for layer in base.model.layers]
         self.final_norm = base.model.norm.weight
         for _, parameter in self.named_parameters():

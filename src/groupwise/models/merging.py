@@ -45,8 +45,8 @@ def dithered(exact: Tensor, dtype: torch.dtype, start: int = 0, width: int | Non
     """``exact`` in fp32 and contiguous, which is overwritten, rounded to ``dtype`` by a fixed pattern of thresholds over rows and columns.
 
     What ``dtype`` can hold stays what it is; anything between becomes one of its two neighbours, on average itself (but for numbers of fp16
-    below 6.1e-5, which are rounded to the nearest multiple of 6e-8). Of a tensor with rows
-    of ``width``, by default those of ``exact``, it is the numbers from ``start`` on: a part is rounded as the whole is.
+    below 6.1e-5, which are rounded to the nearest multiple of 6e-8). Of a tensor with rows of ``width``, by default those of ``exact``,
+    it is the numbers from ``start`` on: a part is rounded as the whole is.
     """
     bits = _DROPPED_BITS.get(dtype)
     if bits is None:

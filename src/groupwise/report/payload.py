@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from groupwise.config import Config
+from groupwise.config.load import changed_settings
 from groupwise.config.objective import GroupAdvantage
 from groupwise.data.prompts import resolve_system
 from groupwise.doctor import diagnose_run
@@ -114,8 +114,7 @@ def as_known(run: RunRecord) -> dict[str, str]:
 
 def chosen(run: RunRecord) -> list[str]:
     """Paths of the settings that are not what a run has by itself."""
-    default = flat(Config().model_dump(mode="json"))
-    return [path for path, value in (flat(run.settings) if run.settings else {}).items() if default.get(path) != value]
+    return list(flat(changed_settings(run.settings))) if run.settings else []
 
 
 def reward_weights(run: RunRecord) -> Mapping[str, float]:

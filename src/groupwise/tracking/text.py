@@ -17,6 +17,8 @@ from typing import Any
 
 from rich.text import Text
 
+from groupwise.config.load import HIDDEN
+
 __all__ = [
     "HIDDEN",
     "environment_secrets",
@@ -32,7 +34,6 @@ __all__ = [
     "without",
 ]
 
-HIDDEN = "<hidden>"
 _OWNERS = (
     "api|access|secret|private|auth|account|subscription|service|master|signing|ssh|encryption|"
     "openai|anthropic|azure|gemini|google|mistral|cohere|together|groq|deepseek|openrouter|fireworks|replicate|wandb|hf|huggingface"
@@ -72,8 +73,9 @@ URL_SECRET = re.compile(
 HOOK = re.compile(r"(https://hooks\.[\w.-]+/)\S+")
 PAIR_NAME = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*+[:=])\s*+""")
 PAIR_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s,}\]"']+""")
+"""``abc`` of ``api_key: abc`` in a sentence."""
 WHOLE_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^,}\]"'\n]+""")
-"""``api_key: abc`` inside a word of the command, as in YAML, where a value may have blanks."""
+"""The same inside a word of the command, as in YAML, where it may have blanks."""
 OPTION = re.compile(r"(?<![^\s\"'\[,])(--?([\w-]{1,60}+)(?:=|\s{1,5}+))(?![-\s])([^\s\"'\]},]++)")
 """``--api-key abc`` inside a text, such as an agent's command."""
 
@@ -120,10 +122,16 @@ def hide_shaped_secrets(text: str) -> str:
 
 
 def _authorization(found: re.Match[str]) -> str:
-    """Hide what stands behind ``Basic`` or ``Bearer``, but for words: a basic manicure, basic arithmetic, a basic 2-bedroom flat."""
+    """Hide what stands behind ``Basic`` or ``Bearer``, but for words: a basic manicure, a basic 2-bedroom flat, bearer certificates."""
     word = found[2].rstrip(".")
-    mixed = any(map(str.isdigit, word)) and any(map(str.isalpha, word)) and not re.fullmatch(r"[0-9.]{1,4}-?[a-z]{3,14}", word)
-    return f"{found[1]} {HIDDEN}" if mixed or word.endswith("=") or len(INNER_CAPITAL.findall(word)) > 1 else found[0]
+    if found[1].lower() == "bearer":
+        is_word = word.isalpha()
+    else:
+        mixed = any(map(str.isdigit, word)) and any(map(str.isalpha, word))
+        is_word = not mixed or re.fullmatch(r"[0-9.]{1,4}-?[a-z]{3,14}", word) is not None
+    if is_word and not word.endswith("=") and len(INNER_CAPITAL.findall(word)) < 2:
+        return found[0]
+    return f"{found[1]} {HIDDEN}"
 
 
 def environment_secrets() -> list[str]:

@@ -216,10 +216,10 @@ def _scores(checkpoint: Path) -> dict[str, float]:
         state = read_state(checkpoint)
     except CheckpointError:
         return {}
-    own = (
-        {} if state.get("score") is None else {checkpoint.name: state["score"]}
-    )  # of an earlier version, which knew its own alone
-    return {name: float(score) for name, score in (own | state.get("scores", {})).items()}
+    scores = state.get("scores")
+    if scores is None:  # of an earlier version, which knew its own alone
+        scores = {} if state.get("score") is None else {checkpoint.name: state["score"]}
+    return {name: float(score) for name, score in scores.items()}
 
 
 def _files(folder: Path, chosen: set[str] | None = None) -> dict[str, dict[str, Any]]:

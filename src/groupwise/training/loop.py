@@ -76,9 +76,10 @@ def train(
                 run.evaluate_at_start("base")
                 run.warm_start()
             done = run.begin_learning()
-            with run.trackers.phase("GRPO", done if run.trained else max(done, run.config.training.steps), "steps", done) as bar:
-                # A run that was ended early, and stopped while it was judged, has no steps to make.
-                for step in range(done, done if run.trained else run.config.training.steps):
+            # A run that was ended early, and stopped while it was judged, has no steps to make.
+            steps = done if run.trained else run.config.training.steps
+            with run.trackers.phase("GRPO", max(done, steps), "steps", done) as bar:
+                for step in range(done, steps):
                     run.renew_reference_if_due(step)
                     rollout = run.collect(step, bar)
                     advantages = run.learn(rollout)

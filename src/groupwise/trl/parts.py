@@ -194,8 +194,8 @@ class GivenOptimizer(MasterAdamW):
             parameter.requires_grad_(parameter.requires_grad and id(parameter) in held)
         if not held.keys() & known:
             raise ConfigError("the optimiser in optimizers= holds none of the model's parameters: make it of model.parameters()")
-        super().__init__([("", p) for p in held.values()], config.model_copy(update={"precision": "pure"}))
-        self._scale = None  # whether and how to scale a loss is the script's choice
+        # Whether and how to scale a loss is the script's choice.
+        super().__init__([("", p) for p in held.values()], config.model_copy(update={"precision": "pure"}), half=False)
 
     def _make_adamw(self) -> torch.optim.Optimizer:
         return self._given
