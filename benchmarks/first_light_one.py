@@ -5,6 +5,7 @@ Each is a function of a ``Place`` and returns what it found. Where the miniature
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -97,12 +98,15 @@ def _tokens(sampled: Sampled) -> list[tuple[int, ...]]:
 
 
 def _differing(one: Sampled, other: Sampled) -> int:
-    """Completions whose tokens differ. Rounding may turn a draw now and then, since products over fewer rows add up in another order."""
+    """Completions whose tokens differ."""
     return sum(a != b for a, b in zip(_tokens(one), _tokens(other), strict=True))
 
 
 def _few(completions: int) -> int:
-    return completions // 50
+    """So many may differ by rounding: products over fewer rows add up in another order, and random weights give 150 thousand tokens about
+    the same probability, so that of the draws of 256 tokens one in some 3,000 falls on another token (H200, fp32: 5 of 64 completions).
+    What is wrong changes most of them."""
+    return completions // 8
 
 
 def _letters(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -395,7 +399,8 @@ def weights(place: Place) -> Found:
 
 
 def mismatch(place: Place) -> Found:
-    """Log-probabilities of the sampler against learning's, of the same weights: random ones of the real shape, and the embedded model's."""
+    """Log-probabilities of the sampler against learning's, of the same weights: random ones of the real shape, and the embedded model's. How
+    far bf16 puts either from the truth depends on the weights, so the distance is held against that of learning from fp32."""
     shape, tokens = place.pick("1.5b", "tiny"), place.pick(128, 12)
     policy = random_policy(SHAPES[shape], str(place.device))
     with torch.no_grad():
@@ -408,11 +413,12 @@ def mismatch(place: Place) -> Found:
         ids = tuple(trained.tokenizer("What is 7 + 8? Think step by step, and give the answer at the end.")["input_ids"])
         asked = [replace(prompt, token_ids=ids) for prompt in _prompts(4, 9, "tiny", 0)]
         numbers["trained"] = _gap(trained, asked, tokens)
-    worst = max(found["mean"] for found in numbers.values())
     seen = "; ".join(
-        f"{name} weights: {n['mean']:.4f} nats in the mean, {n['largest']:.3f} at most" for name, n in numbers.items()
+        f"{name} weights: {n['mean']:.4f} nats in the mean, {n['largest']:.3f} at most; learning from fp32 {n['rounding']:.4f}"
+        for name, n in numbers.items()
     )
-    wrong = "sampler and learner round differently: ratios at the first update are noise" if not worst < 0.01 else ""
+    apart = any(not n["mean"] <= 2 * n["rounding"] for n in numbers.values())
+    wrong = "sampler and learner compute something else: ratios at the first update are noise" if apart else ""
     return judge(seen, numbers, wrong=wrong)
 
 
@@ -423,9 +429,14 @@ def _gap(policy: Any, asked: list[Prompt], tokens: int) -> dict[str, float]:
     packed = scorer.prepare([(p.token_ids, [c.token_ids for c in group]) for p, group in zip(asked, done, strict=True)])
     with torch.no_grad():
         learnt = scorer.logprobs(packed).cpu()
+        exact = make_scorer(replace(policy, model=copy.deepcopy(policy.model).float()), _config().model)
+        truth = exact.logprobs(packed).cpu()
     sampled = torch.tensor([x for group in done for c in group for x in c.logprobs])
     gap = (learnt - sampled).abs()
-    return {"mean": float(gap.mean()), "largest": float(gap.max()), "mean_logprob": float(sampled.mean()), "tokens": len(gap)}
+    return {
+        "mean": float(gap.mean()), "largest": float(gap.max()), "rounding": float((learnt - truth).abs().mean()),
+        "rounding_of_sampler": float((sampled - truth).abs().mean()), "mean_logprob": float(sampled.mean()), "tokens": len(gap),
+    }  # fmt: skip
 
 
 def _has_embedded_model() -> bool:

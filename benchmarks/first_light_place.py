@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from groupwise.memory import use_expandable_segments
 from groupwise.planner.hardware import HARDWARE, Hardware, named_in
 
 __all__ = ["Found", "Place", "answer", "judge", "write_tiny_model"]
@@ -109,6 +110,8 @@ def answer(check: Callable[[Place], Found], device: str, folder: Path, name: str
     place = Place(torch.device(device), folder / "scratch" / name, judged=device != "cpu")
     shutil.rmtree(place.folder, ignore_errors=True)  # of an attempt before
     place.folder.mkdir(parents=True)
+    if place.on_gpu:
+        use_expandable_segments()  # as a run does
     try:
         found = check(place)
     except Exception as error:

@@ -19,7 +19,7 @@ from benchmarks.shapes import SHAPES, random_groups, random_policy, random_promp
 from benchmarks.workers import Commands, serve
 from groupwise.config.schema import Config
 from groupwise.engines import SamplingSettings, make_engine
-from groupwise.memory import keep_freed_memory, peak_memory_bytes
+from groupwise.memory import keep_freed_memory, peak_memory_bytes, use_expandable_segments
 from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
 from groupwise.training.learner import Learner
@@ -177,6 +177,7 @@ def prepare(settings: dict[str, Any]) -> Action:
 
 def main(commands: Commands, settings: dict[str, Any]) -> None:
     keep_freed_memory()
+    use_expandable_segments()
     torch.set_num_threads(settings["threads"])
     action = prepare(settings)
     commands.answer(ready=True)

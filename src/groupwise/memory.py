@@ -10,6 +10,7 @@ import re
 import resource
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = [
     "release_freed_memory",
     "reset_peak_memory",
     "total_memory_bytes",
+    "use_expandable_segments",
 ]
 
 DEVICE_WIDE = threading.RLock()
@@ -66,6 +68,26 @@ def give_back_freed_memory() -> bool:
     _limit_compiled_kernels()
     _kept = False
     return _set((_M_MMAP_MAX, 2**16), (_M_MMAP_THRESHOLD, 2**20), (_M_TRIM_THRESHOLD, 2**22), (_M_TOP_PAD, 2**20))
+
+
+def use_expandable_segments() -> bool:
+    """Let the blocks that PyTorch's allocator takes from a GPU grow, where it keeps blocks of fixed sizes by itself.
+
+    Completions differ in length, so what one micro-batch frees does not quite fit the next: of blocks of fixed sizes an H200 kept 46% more
+    than was in use at the peak of learning. The environment's own settings (``PYTORCH_ALLOC_CONF``) win. Not for memory that another
+    program opens by CUDA's handles, which older drivers and vLLM's sleep mode do not allow. Returns whether the setting was made.
+    """
+    import torch
+
+    if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")) or not torch.cuda.is_available():
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer ones have another name for it too, which in 2.9 did nothing
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    except (AttributeError, RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _limit_compiled_kernels() -> None:

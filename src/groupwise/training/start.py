@@ -21,7 +21,7 @@ from groupwise.engines.builtin.fast_paths import Choice, check_fast_paths, take
 from groupwise.episodes import playing
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
-from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_freed_memory
+from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_freed_memory, use_expandable_segments
 from groupwise.models.adapters import load_adapter
 from groupwise.models.devices import with_dtype
 from groupwise.models.load import Policy, load_policy, resolve_device
@@ -243,6 +243,8 @@ def _set_up_process(config: Config, world: World) -> None:
     """Memory, threads and determinism of this process, as the settings want them."""
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
     give_back_freed_memory() if divided else keep_freed_memory()
+    if config.rollout.engine != "vllm":
+        use_expandable_segments()
     if config.training.threads or config.training.deterministic:
         fix_threads(config.training.threads)
     if config.training.deterministic:

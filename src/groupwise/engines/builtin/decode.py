@@ -224,6 +224,10 @@ def in_bucket(count: int, most: int) -> int:
     return min(most, -(-count // step) * step)
 
 
+_FEWEST = 32
+"""Rows of a padded step at least. Below, a GPU reads the weights for as long as it computes: a step takes as long for 32 rows as for one."""
+
+
 @dataclass
 class DecodeStep:
     """Where every row stands. Planned again when rows come or go or the cache has grown, and advanced in place between.
@@ -260,7 +264,7 @@ class DecodeStep:
         """``spare_up_to``: pad to at most so many rows, and groups and places too, so that steps over somewhat fewer have the same shapes
         (see ``take``): those of ``like``, where they hold what is needed in as many rows. Spare rows write into the table's next ones."""
         device = cache.own[0][0].device
-        rows = in_bucket(len(keys), spare_up_to) if spare_up_to else len(keys)
+        rows = max(in_bucket(len(keys), spare_up_to), min(_FEWEST, spare_up_to)) if spare_up_to else len(keys)
         spare, before = rows - len(keys), None if like is None or len(like.keys) != rows else like.lanes
 
         def width(needed: int) -> int:

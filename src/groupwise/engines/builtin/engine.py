@@ -572,9 +572,10 @@ class Runner:
     """Runs bursts over one cache: several decode steps in a row without asking the device what came out.
 
     On a GPU, a step of a small model is over sooner than Python can launch its kernels, and every look at the sampled tokens waits for all
-    that was launched. So there a burst of steps runs between two looks, and all but the first are replays of one captured graph. Rows that
-    end within a burst are carried to its end, and what they sampled after their end is dropped. Since randomness has names, completions do
-    not depend on the length of a burst. On CPUs a burst is one step: nothing is launched ahead there, and ended rows leave at once.
+    that was launched. So there a burst of steps runs between two looks, and all are replays of one captured graph, but for the first step
+    of each graph and steps beside which rows are given something. Rows that end within a burst are carried to its end, and what they sampled
+    after their end is dropped. Since randomness has names, completions do not depend on the length of a burst. On CPUs a burst is one step:
+    nothing is launched ahead there, and ended rows leave at once.
 
     The graph of a ``DecodeStep`` is captured when it first is asked for more than one step. Where that fails (a graph takes memory of its
     own, and the driver may refuse), there are no more graphs: every step is launched, which is slower and gives the same tokens.
@@ -599,10 +600,12 @@ class Runner:
         tokens = torch.empty(count, len(step.last_tokens), dtype=torch.long, device=step.last_tokens.device)
         logprobs = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
         for index in range(count):
-            if index and tokens.device.type in GRAPHS and not self._launches:
+            parts = () if index else given
+            known = index or self._captured is step  # a capture needs kernels that have run before, and a replay does not
+            if known and not parts and tokens.device.type in GRAPHS and not self._launches:
                 self._replay(step)
             else:
-                self._once(step, *(() if index else given))
+                self._once(step, *parts)
             tokens[index], logprobs[index] = step.last_tokens, step.last_logprobs
         return tokens.tolist(), logprobs.tolist()
 
@@ -613,7 +616,7 @@ class Runner:
         step.advance(*self.draw(logits, step.keys, step.own_lengths + 1 - step.turn_starts))
 
     def _replay(self, step: DecodeStep) -> None:
-        """One step by the captured graph. Capturing needs kernels that have run before: the first step of a burst is not captured."""
+        """One step by the captured graph, which is captured first where it is not there."""
         if self._captured is not step:
             self._graph = None  # its memory goes with it: torch 2.11 refuses a pool whose only graph was destroyed
             try:
