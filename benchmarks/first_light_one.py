@@ -399,8 +399,8 @@ def weights(place: Place) -> Found:
 
 
 def mismatch(place: Place) -> Found:
-    """Log-probabilities of the sampler against learning's, of the same weights: random ones of the real shape, and the embedded model's. How
-    far bf16 puts either from the truth depends on the weights, so the distance is held against that of learning from fp32."""
+    """Log-probabilities of the sampler against learning's, of the same weights: random ones of the real shape, and the embedded model's.
+    How far bf16 puts either from the truth depends on the weights, so the distance is held against that of learning from fp32."""
     shape, tokens = place.pick("1.5b", "tiny"), place.pick(128, 12)
     policy = random_policy(SHAPES[shape], str(place.device))
     with torch.no_grad():

@@ -30,8 +30,9 @@ from groupwise.tracking.reading import EvaluationRecords, RunRecord, read_run
 
 __all__ = ["EXPERIMENT", "beside", "draw", "measure", "report"]
 
-WATTS = 30
-"""Assumed for two busy cores and their share of the machine: a laptop's processor at work takes 15 to 45 W."""
+WATTS, WATTS_OF_A_CARD = 30, 700
+"""Assumed for two busy cores and their share of the machine: a laptop's processor at work takes 15 to 45 W. Of a GPU the most that an H100
+or H200 may take, all the time: it takes less."""
 VERDICTS = ("strict", "lenient")
 SIGNS = {True: "1", False: "0", None: "-"}
 """A problem's verdict in a file of numbers; ``None`` where math-verify gave none."""
@@ -240,9 +241,12 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
         parts.append(f"Seed {run['seed']}, {steps}, problem by problem{fewer}, in points: {said}.")
     parts += [f"Seed {run['seed']}, samples in training by step: {_in_training(run)}." for run in runs]
     parts.append(f"What it cost:\n\n{_costs(runs)}")
-    parts.append(
-        f"Energy is an estimate, not measured: {WATTS} W for two cores and their share of the machine. {_machines(numbers)}."
+    of_what = (
+        f"{WATTS_OF_A_CARD} W for a card, its limit"
+        if _on_a_card(runs[0])
+        else f"{WATTS} W for two cores and their share of the machine"
     )
+    parts.append(f"Energy is an estimate, not measured: {of_what}. {_machines(numbers)}.")
     return "\n\n".join(parts)
 
 
@@ -266,18 +270,26 @@ def _machines(numbers: Mapping[str, Any]) -> str:
     return said[0].upper() + said[1:]
 
 
+def _on_a_card(run: Mapping[str, Any]) -> bool:
+    return "NVIDIA" in ((run.get("machine") or {}).get("processor") or "")
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.{2 if seconds >= 360 else 3}f}"
+
+
 def _costs(runs: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for run in runs:
         seconds = run["seconds"] or run["step_seconds"]
         prompts, completions, limit = run["batch"]
         steps = f"{run['steps']} of {run['of']}" if run["steps"] < run["of"] else str(run["steps"])
-        hours = f"{run['step_seconds'] / 3600:.2f}"
-        whole = f"{seconds / 3600:.2f}" if run["seconds"] else "-"
+        hours = _hours(run["step_seconds"])
+        whole = _hours(seconds) if run["seconds"] else "-"
         peak = "-" if run["peak_gib"] is None else f"{run['peak_gib']:.1f} GiB"
         rows.append([
             str(run["seed"]), steps, f"{prompts} x {completions} x {limit}", f"{run['sampled_tokens']:,}", hours, whole, peak,
-            f"{WATTS * seconds / 3.6e6:.2f} kWh", run["revision"], run["date"],
+            f"{(WATTS_OF_A_CARD if _on_a_card(run) else WATTS) * seconds / 3.6e6:.2f} kWh", run["revision"], run["date"],
         ])  # fmt: skip
     header = [
         "seed",

@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from groupwise import memory
-from groupwise.memory import keep_freed_memory, peak_memory_bytes
+from groupwise.memory import keep_freed_memory, peak_memory_bytes, use_expandable_segments
 from groupwise.models.devices import computes_bf16
 
 MIB = 2**20
@@ -242,3 +243,22 @@ def test_weights_move_from_their_file_into_memory_one_at_a_time_and_go_back_at_o
     assert own > 180
     assert twice < 24
     assert left < 64 + 8, "what the heap had room for, 64 MiB at most, was taken from there"
+
+
+def test_blocks_of_a_gpu_s_memory_may_grow_unless_somebody_has_said_how_they_are_taken(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", asked.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert use_expandable_segments()
+    assert asked == ["expandable_segments:True"]
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as said:
+            said.setenv(name, "max_split_size_mb:64")
+            assert not use_expandable_segments()
+    monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings")
+    assert not use_expandable_segments(), "a PyTorch that has no such setting"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not use_expandable_segments()
+    assert len(asked) == 1

@@ -172,6 +172,26 @@ def test_a_step_becomes_another_only_where_a_graph_could_not_tell(make_engine):
     assert not held.take(step(15, like=held)), "and places for ten are too few for fifteen"
 
 
+def test_few_rows_are_padded_so_that_the_last_of_a_call_ask_for_no_graphs_of_their_own(make_engine):
+    decoder = make_engine().decoder
+    cache = cache_module.Cache(
+        layers=1, kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=4, prompt_tokens=9, rows=64, completion_tokens=20,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+
+    def rows(count, most):
+        step = engine_module.DecodeStep.plan(
+            cache, group_of_row=[0] * count, prompt_lengths=[9], own_lengths=[3] * count, last_tokens=[1] * count, keys=[1] * count,
+            turn_starts=[0] * count, spare_up_to=most,
+        )  # fmt: skip
+        return len(step.keys)
+
+    assert [rows(count, 64) for count in (1, 5, 31, 32)] == [32] * 4
+    assert [rows(count, 64) for count in (33, 49, 64)] == [48, 64, 64]
+    assert rows(5, 12) == 12, "the table has no more"
+    assert rows(5, 0) == 5, "on CPUs nothing is padded"
+
+
 @pytest.mark.parametrize("most", [1, 7, 256])
 def test_buckets_hold_what_they_are_for_and_little_more(most):
     found = [decode_module.in_bucket(count, most) for count in range(1, most + 1)]

@@ -1,4 +1,4 @@
-"""What only a card can show: `make test-gpu`. Nobody has run these yet."""
+"""What only a card can show: `make test-gpu`. They passed on an H200 (2026-11-27)."""
 
 from types import SimpleNamespace
 

@@ -470,6 +470,20 @@ def test_the_page_of_rates_is_the_table_of_cards():
 
 
 @pytest.mark.timeout(10)
+def test_micro_batches_are_planned_as_full_as_completions_of_some_length_make_them():
+    """Of 16 groups of 8 at the limit of 512 three fit into 16,384 tokens, 13 thousand; of shorter ones the trainer puts in more."""
+    words = ["rollout.prompts_per_step=16", "rollout.completions_per_prompt=8", "rollout.max_completion_tokens=512"]
+    setup = make_plan(
+        load_config("gsm8k-1.5b-cpu", [*words, "training.micro_batch_tokens=16384"]), HARDWARE["h200"], prompt_tokens=256
+    ).setup
+    assert max(batch.rows for batch in setup.micro_batches) < 13_100
+    assert 15_000 < setup.largest.rows <= 16_384
+    once = make_plan(
+        load_config("gsm8k-1.5b-cpu", [*words, "training.micro_batch_tokens=131072"]), HARDWARE["h200"], prompt_tokens=256
+    ).setup
+    assert once.largest.completion == 512, "where all fits into one, the limit is the most"
+
+
 def test_the_largest_rectangle_of_attention_is_found_at_once_in_a_long_sequence():
     """Its widths are tried one by one only where several sequences share one."""
     shape = KNOWN_SHAPES["Qwen/Qwen2.5-1.5B"]

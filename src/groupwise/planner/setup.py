@@ -286,8 +286,11 @@ class Setup:
 
     @cached_property
     def largest(self) -> MicroBatchSize:
-        """The micro-batch with the most inputs."""
-        return max(self.micro_batches, key=lambda batch: batch.rows if self.packed else batch.padded)
+        """The micro-batch with the most inputs: of completions at the limit, or that all end at five to seven eighths of it, of which more
+        fit into the budget. On an H200 micro-batches of ragged completions had a quarter more than those of completions at the limit."""
+        lengths = {self.completion, *(max(1, self.completion * eighths // 8) for eighths in (5, 6, 7))}
+        batches = [batch for length in lengths for batch in self._cut(length)]
+        return max(batches, key=lambda batch: batch.rows if self.packed else batch.padded)
 
 
 def _changed(section: SectionT, path: list[str], value: Any) -> SectionT:

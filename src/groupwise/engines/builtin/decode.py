@@ -225,7 +225,7 @@ def in_bucket(count: int, most: int) -> int:
 
 
 _FEWEST = 32
-"""Rows of a padded step at least. Below, a GPU reads the weights for as long as it computes: a step takes as long for 32 rows as for one."""
+"""Rows of a padded step at least: reading the weights takes a GPU longer than to compute so few."""
 
 
 @dataclass

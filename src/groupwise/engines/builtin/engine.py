@@ -573,9 +573,9 @@ class Runner:
 
     On a GPU, a step of a small model is over sooner than Python can launch its kernels, and every look at the sampled tokens waits for all
     that was launched. So there a burst of steps runs between two looks, and all are replays of one captured graph, but for the first step
-    of each graph and steps beside which rows are given something. Rows that end within a burst are carried to its end, and what they sampled
-    after their end is dropped. Since randomness has names, completions do not depend on the length of a burst. On CPUs a burst is one step:
-    nothing is launched ahead there, and ended rows leave at once.
+    of each graph, and steps beside which rows are given something. Rows that end within a burst are carried to its end, and what they
+    sampled after their end is dropped. Since randomness has names, completions do not depend on the length of a burst. On CPUs a burst is
+    one step: nothing is launched ahead there, and ended rows leave at once.
 
     The graph of a ``DecodeStep`` is captured when it first is asked for more than one step. Where that fails (a graph takes memory of its
     own, and the driver may refuse), there are no more graphs: every step is launched, which is slower and gives the same tokens.
