@@ -510,7 +510,8 @@ def _planned_step_s(place: Place, shape: str, rows: int, tokens: int) -> float:
 
 
 def profile(place: Place) -> Found:
-    """Kernels of one decode step that is launched, and of one micro-batch; and how much of the time the device works."""
+    """Kernels of one decode step that is launched, of one micro-batch that was computed before, and of one update over new lengths; and how
+    much of the time the device works."""
     shape, rows = place.pick(("1.5b", 256), ("tiny", 8))
     engine = _engine(place, shape, torch.bfloat16, rows, None)
     steps: list[Callable[[], None]] = []
@@ -530,12 +531,17 @@ def profile(place: Place) -> Found:
     groups = _groups(shape, place.pick(4, 1), place.pick(256, 9), place.pick(512, 9), 0)
     packed = scorer.prepare([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
     learning = _profiled(place, lambda: scorer.logprobs(packed).sum().backward())
+    sizes = (shape, place.pick(16, 2), place.pick(256, 9), place.pick(512, 9))
+    learner = Learner(scorer, _config(optimizer={"learning_rate": 1e-6}, training={"micro_batch_tokens": place.pick(16384, 128)}))
+    learner.learn(_groups(*sizes, 1))
+    update = _profiled(place, lambda: learner.learn(_groups(*sizes, 2)), before=False)
     each, once_for_all = DECODE_LAUNCHES if decoding_kernels_fit(place.device) else DECODE_OPERATIONS
     planned = each * SHAPES[shape].num_hidden_layers + once_for_all
-    numbers = {"decode_step": step, "micro_batch": learning, "planned_kernels": planned}
+    numbers = {"decode_step": step, "micro_batch": learning, "update": update, "planned_kernels": planned}
     seen = (
         f"a decode step has {step['kernels']} kernels, {planned} by the count, and the device works {step['busy']:.0%} of it; "
-        f"a micro-batch {learning['kernels']}, and {learning['busy']:.0%}; most time: {', '.join(list(learning['top'])[:3])}"
+        f"a micro-batch {learning['kernels']}, and {learning['busy']:.0%}; an update over new lengths {update['kernels']}, and "
+        f"{update['busy']:.0%}; most time: {', '.join(list(learning['top'])[:3])}"
     )
     slower = ""
     if place.judged:
@@ -547,12 +553,14 @@ def profile(place: Place) -> Found:
     return judge(seen, numbers, slower=slower)
 
 
-def _profiled(place: Place, action: Callable[[], object]) -> dict[str, Any]:
+def _profiled(place: Place, action: Callable[[], object], before: bool = True) -> dict[str, Any]:
+    """``before``: the action was made before, with the same shapes."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recording
 
-    action()
+    if before:
+        action()
     place.wait()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.on_gpu else [])]
     with recording(activities=activities) as recorded:
