@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from groupwise import memory
+from groupwise.config.schema import Config
 from groupwise.memory import keep_freed_memory, peak_memory_bytes, use_expandable_segments
 from groupwise.models.devices import computes_bf16
+from groupwise.training import start
 
 MIB = 2**20
 FREE_AND_LOOK = """
@@ -262,3 +265,14 @@ def test_blocks_of_a_gpu_s_memory_may_grow_unless_somebody_has_said_how_they_are
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not use_expandable_segments()
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "grown"), [("auto", True), ("builtin", True), ("vllm", False), ("my_engine.py:MyEngine", False)]
+)
+def test_where_others_may_open_a_run_s_memory_its_blocks_stay_as_they_are(engine, grown, monkeypatch):
+    asked = []
+    monkeypatch.setattr(start, "use_expandable_segments", lambda: asked.append(engine))
+    monkeypatch.setattr(start, "keep_freed_memory", lambda: True)
+    start._set_up_process(Config.model_validate({"rollout": {"engine": engine}}), SimpleNamespace(size=1))
+    assert bool(asked) == grown
