@@ -243,7 +243,7 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
     parts.append(f"What it cost:\n\n{_costs(runs)}")
     of_what = (
         f"{WATTS_OF_A_CARD} W for a card, its limit"
-        if _on_a_card(runs[0])
+        if all(map(_on_a_card, runs))
         else f"{WATTS} W for two cores and their share of the machine"
     )
     parts.append(f"Energy is an estimate, not measured: {of_what}. {_machines(numbers)}.")

@@ -284,10 +284,10 @@ def _own() -> str:
     rows = [
         "## This program's own on one H200",
         "",
-        "[Two runs](../results.md#the-same-on-one-h200) of `gsm8k-1.5b-cpu` with Qwen2.5-Coder-1.5B. The plan hopes too much in time, the",
+        "[Two runs](../results.md#the-same-on-one-h200) of `gsm8k-1.5b-cpu` with Qwen2.5-Coder-1.5B. The plan's times are too short, the",
         "more so the smaller the batch: it does not count captures, steps that are launched, and looks at the tokens, and learning",
         "reached 23% of the peak arithmetic where it assumes 40%. It supposes that every group is learnt from, and that all rows end",
-        "at the mean.",
+        "at the mean. Measured memory is that of tensors alone; the plan has the driver's context and the allocator's loss too.",
         "",
         "| run | of | measured | plan | plan / measured | `groupwise plan` |",
         "|---|---|---|---|---|---|",

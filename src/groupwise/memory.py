@@ -70,12 +70,13 @@ def give_back_freed_memory() -> bool:
     return _set((_M_MMAP_MAX, 2**16), (_M_MMAP_THRESHOLD, 2**20), (_M_TRIM_THRESHOLD, 2**22), (_M_TOP_PAD, 2**20))
 
 
-def use_expandable_segments() -> bool:
+def use_expandable_segments(yes: bool = True) -> bool:
     """Let the blocks that PyTorch's allocator takes from a GPU grow, where it keeps blocks of fixed sizes by itself.
 
     Completions differ in length, so what one micro-batch frees does not quite fit the next: of blocks of fixed sizes an H200 kept 46% more
     than was in use at the peak of learning. The environment's own settings (``PYTORCH_ALLOC_CONF``) win. Not for memory that another
-    program opens by CUDA's handles, which older drivers and vLLM's sleep mode do not allow. Returns whether the setting was made.
+    program opens by CUDA's handles, which older drivers and vLLM's sleep mode do not allow: ``yes`` is False there, since an earlier run of
+    this process may have set it. Returns whether the setting was made.
     """
     import torch
 
@@ -84,7 +85,7 @@ def use_expandable_segments() -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # newer ones have another name for it too, which in 2.9 did nothing
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            torch.cuda.memory._set_allocator_settings(f"expandable_segments:{yes}")
     except (AttributeError, RuntimeError, ValueError):
         return False
     return True

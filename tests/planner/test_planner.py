@@ -469,7 +469,6 @@ def test_the_page_of_rates_is_the_table_of_cards():
     assert said == {c.name: (c.flops_per_s, c.bytes_per_s) for c in HARDWARE.values() if c.name != "cpu"}
 
 
-@pytest.mark.timeout(10)
 def test_micro_batches_are_planned_as_full_as_completions_of_some_length_make_them():
     """Of 16 groups of 8 at the limit of 512 three fit into 16,384 tokens, 13 thousand; of shorter ones the trainer puts in more."""
     words = ["rollout.prompts_per_step=16", "rollout.completions_per_prompt=8", "rollout.max_completion_tokens=512"]
@@ -484,6 +483,7 @@ def test_micro_batches_are_planned_as_full_as_completions_of_some_length_make_th
     assert once.largest.completion == 512, "where all fits into one, the limit is the most"
 
 
+@pytest.mark.timeout(10)
 def test_the_largest_rectangle_of_attention_is_found_at_once_in_a_long_sequence():
     """Its widths are tried one by one only where several sequences share one."""
     shape = KNOWN_SHAPES["Qwen/Qwen2.5-1.5B"]

@@ -142,8 +142,8 @@ _MIB = 2**20
 _FRAGMENTATION_NAME = "allocator fragmentation"
 _FRAGMENTATION, _OF_FIXED_BLOCKS = {"cpu": 0.25, "cuda": 0.1}, 0.2
 """What an allocator loses, as a share of what comes and goes: on CPU the fragmentation of the C library's heap (measured: a sixth to a
-third). On a GPU where its blocks may grow 5% were measured, on one H200. Beside vLLM they may not (``memory.use_expandable_segments``):
-there it keeps far more, and gives it back where memory ends."""
+third). On a GPU where its blocks may grow 5% were measured, on one H200. Beside vLLM or an engine of one's own they may not
+(``memory.use_expandable_segments``): there it keeps far more, and gives it back where memory ends."""
 
 
 def phases(setup: Setup) -> list[Phase]:
@@ -333,7 +333,7 @@ def _with_aligned_blocks(setup: Setup, learning: Phase) -> Phase:
 
 
 def _fragmentation(setup: Setup, items: Sequence[Item]) -> Item:
-    share = _OF_FIXED_BLOCKS if setup.by_vllm else _FRAGMENTATION[setup.device]
+    share = _OF_FIXED_BLOCKS if setup.device == "cuda" and setup.of_fixed_blocks else _FRAGMENTATION[setup.device]
     return Item(_FRAGMENTATION_NAME, int(share * sum(i.bytes for i in items)), f"{share:.0%} of what comes and goes")
 
 

@@ -73,7 +73,7 @@ class Plan:
         given = "given" if setup.prompt_tokens or setup.config.data.max_prompt_tokens else "a guess: --prompt-tokens"
         notes = [
             f"prompts of {setup.prompt} tokens ({given if setup.prompt == setup.asked_prompt else 'no longer one is trained on'})",
-            f"memory: every completion reaches {setup.completion} tokens",
+            f"memory: completions of up to {setup.completion} tokens, of the length that fills micro-batches most",
             f"time: completions of {setup.mean_completion} tokens, every group learnt from, {self.hardware.name} "
             f"({self.hardware.source}) at {self.hardware.arithmetic_share:.0%} of its arithmetic and "
             f"{self.hardware.bandwidth_share:.0%} of its bandwidth",

@@ -165,6 +165,11 @@ class Setup:
         return lora.dropout == 0 and not any(name.endswith(("embed_tokens", "lm_head")) for name in targets)
 
     @property
+    def of_fixed_blocks(self) -> bool:
+        """Whether PyTorch's allocator takes blocks of fixed sizes from a GPU: where something else may open its memory."""
+        return self.by_vllm or ":" in self.config.rollout.engine
+
+    @property
     def by_vllm(self) -> bool:
         """Whether another program samples, with weights and a cache of its own."""
         return self.config.rollout.engine == "vllm"
