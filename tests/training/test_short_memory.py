@@ -52,7 +52,7 @@ def test_a_divided_run_is_judged_by_what_one_process_holds(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * 2**30, 80 * 2**30))
     gpu = torch.device("cuda")
     assert short_memory.memory_shortage(config, gpu, processes=8) is None
-    assert "160.5" in short_memory.memory_shortage(config, gpu, processes=1).sentence
+    assert "156.7" in short_memory.memory_shortage(config, gpu, processes=1).sentence
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "0")
     assert short_memory.memory_shortage(config, gpu) is None, "as many as were started"
