@@ -71,9 +71,7 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
         return load_config(None, [f"model.name={model}", *overrides]), None
     settings = [f"model.name={path}", *(_ALONE if alone else _MERGED)]
     config = load_run_config(run_config, [*settings, *overrides])
-    if (config.rollout.engine == "vllm" or ":" in config.rollout.engine) and not any(
-        setting.startswith("rollout.engine=") for setting in overrides
-    ):
+    if config.rollout.engine_is_external and not any(setting.startswith("rollout.engine=") for setting in overrides):
         config = load_run_config(run_config, [*settings, "rollout.engine=auto", *overrides])
     return config, run_config
 

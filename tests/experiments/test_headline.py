@@ -104,23 +104,8 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, capsys):
     assert "7 fixed, 0 broken, p = 0.02; lenient +35.0 (" in table
     assert "| 3 | 2 of 4 | 2 x 8 x 320 | 480 | 0.033 | - | 11.0 GiB | 0.00 kWh | abcdef1 |" in table
     assert "30 W for two cores" in table
-    on_a_card = headline.report(
-        {
-            **numbers,
-            "runs": [
-                {
-                    **one,
-                    "machine": {
-                        **(one["machine"] or {}),
-                        "processor": "NVIDIA H200",
-                        "cores": 16,
-                        "torch": "2.11.0",
-                        "transformers": "5.17.0",
-                    },
-                }
-            ],
-        }
-    )
+    card = {"processor": "NVIDIA H200", "cores": 16, "torch": "2.11.0", "transformers": "5.17.0"}
+    on_a_card = headline.report({**numbers, "runs": [{**one, "machine": card}]})
     assert "700 W for a card, its limit. NVIDIA H200, 16 cores" in on_a_card
     assert "| 0.033 | - | 11.0 GiB | 0.02 kWh |" in on_a_card
     assert (tmp_path / "headline.svg").read_bytes().count(b"seed 3") == 3

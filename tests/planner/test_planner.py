@@ -483,6 +483,16 @@ def test_micro_batches_are_planned_as_full_as_completions_of_some_length_make_th
     assert once.largest.completion == 512, "where all fits into one, the limit is the most"
 
 
+@pytest.mark.parametrize(
+    ("engine", "card", "share"), [("builtin", "h200", "10%"), ("my_engine.py:MyEngine", "h200", "20%"), ("builtin", "cpu", "25%")]
+)
+def test_what_the_allocator_loses_goes_by_whether_its_blocks_may_grow(engine, card, share):
+    made = make_plan(load_config("gsm8k-1.5b-cpu", [f"rollout.engine={engine}"]), HARDWARE[card], prompt_tokens=200)
+    (learning,) = (p for p in made.phases if p.name == "learning")
+    (lost,) = (i.formula for i in learning.items if i.name == "allocator fragmentation")
+    assert lost == f"{share} of what comes and goes"
+
+
 @pytest.mark.timeout(10)
 def test_the_largest_rectangle_of_attention_is_found_at_once_in_a_long_sequence():
     """Its widths are tried one by one only where several sequences share one."""

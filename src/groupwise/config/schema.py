@@ -296,6 +296,11 @@ class RolloutConfig(Section):
         return shlex.split(self.environment["command"])
 
     @property
+    def engine_is_external(self) -> bool:
+        """Whether vLLM or an engine of one's own samples: what needs further code, and may open this process's memory."""
+        return self.engine == "vllm" or ":" in self.engine
+
+    @property
     def has_episodes(self) -> bool:
         """Whether completions have several turns."""
         return bool(self.tools) or self.environment is not None

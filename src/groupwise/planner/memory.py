@@ -333,7 +333,8 @@ def _with_aligned_blocks(setup: Setup, learning: Phase) -> Phase:
 
 
 def _fragmentation(setup: Setup, items: Sequence[Item]) -> Item:
-    share = _OF_FIXED_BLOCKS if setup.device == "cuda" and setup.of_fixed_blocks else _FRAGMENTATION[setup.device]
+    fixed = setup.device == "cuda" and setup.config.rollout.engine_is_external
+    share = _OF_FIXED_BLOCKS if fixed else _FRAGMENTATION[setup.device]
     return Item(_FRAGMENTATION_NAME, int(share * sum(i.bytes for i in items)), f"{share:.0%} of what comes and goes")
 
 

@@ -165,11 +165,6 @@ class Setup:
         return lora.dropout == 0 and not any(name.endswith(("embed_tokens", "lm_head")) for name in targets)
 
     @property
-    def of_fixed_blocks(self) -> bool:
-        """Whether PyTorch's allocator takes blocks of fixed sizes from a GPU: where something else may open its memory."""
-        return self.by_vllm or ":" in self.config.rollout.engine
-
-    @property
     def by_vllm(self) -> bool:
         """Whether another program samples, with weights and a cache of its own."""
         return self.config.rollout.engine == "vllm"
@@ -293,7 +288,7 @@ class Setup:
     def largest(self) -> MicroBatchSize:
         """The micro-batch with the most inputs: of completions at the limit, or that all end at five to seven eighths of it, of which more
         fit into the budget. On an H200 micro-batches of ragged completions had a quarter more than those of completions at the limit."""
-        lengths = {self.completion, *(max(1, self.completion * eighths // 8) for eighths in (5, 6, 7))}
+        lengths = (self.completion, *(max(1, self.completion * eighths // 8) for eighths in (5, 6, 7)))
         batches = [batch for length in lengths for batch in self._cut(length)]
         return max(batches, key=lambda batch: batch.rows if self.packed else batch.padded)
 

@@ -243,7 +243,7 @@ def _set_up_process(config: Config, world: World) -> None:
     """Memory, threads and determinism of this process, as the settings want them."""
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
     give_back_freed_memory() if divided else keep_freed_memory()
-    use_expandable_segments(config.rollout.engine != "vllm" and ":" not in config.rollout.engine)  # others may share their memory
+    use_expandable_segments(not config.rollout.engine_is_external)
     if config.training.threads or config.training.deterministic:
         fix_threads(config.training.threads)
     if config.training.deterministic:
