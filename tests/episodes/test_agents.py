@@ -501,7 +501,7 @@ def run_config(tmp_path: Path, command: str, **sections: Any) -> Config:
 
 
 def test_a_run_learns_from_an_agent_is_judged_and_resumes(tmp_path, agent):
-    config = run_config(tmp_path, agent(LETTERS), training={"steps": 3})
+    config = run_config(tmp_path, agent(LETTERS), training={"steps": 3, "threads": 1, "deterministic": True})
     reports: list[Any] = []
     whole = train(config, console=Console(quiet=True), run_folder=tmp_path / "whole", on_step=reports.append).folder
     for report in reports:
@@ -541,7 +541,8 @@ def test_a_run_over_an_agent_that_shortens_its_history_survives_a_kill(tmp_path,
     tried, settings = tmp_path / "tried", tmp_path / "config.yaml"
     command = f"{agent(TRIES)} {tried}"
     config = run_config(
-        tmp_path, command, training={"steps": 4}, data={"limit": 8, "holdout": 2}, evaluation={"problems": 2},
+        tmp_path, command, training={"steps": 4, "threads": 1, "deterministic": True},
+        data={"limit": 8, "holdout": 2}, evaluation={"problems": 2},
         rollout={
             "environment": {"command": command}, "max_completion_tokens": 400, "prompts_per_step": 2, "completions_per_prompt": 2,
             "rewritten_history": "fork",
