@@ -42,8 +42,8 @@ MACHINE = ("processor", "cores", "torch", "transformers")
 
 def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
     """The numbers of finished or unfinished runs, and of the whole test split where ``judged`` holds it."""
-    rows = [] if judged is None else whole_split(judged, {run.resolve().name for run in runs})
-    return {"runs": [one_run(read_run(run)) for run in runs], "judged": rows}
+    rows, untrained = ([], []) if judged is None else whole_split(judged, {run.resolve().name for run in runs})
+    return {"runs": [one_run(read_run(run), untrained) for run in runs], "judged": rows}
 
 
 def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,8 +98,14 @@ def _number(model: str) -> int:
     return int(found[-1]) if (found := re.findall(r"\d+", str(model))) else -1
 
 
-def one_run(run: RunRecord) -> dict[str, Any]:
+def one_run(run: RunRecord, untrained: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The numbers of a run. Where it was not judged before its first step (``evaluation.at_start``), ``untrained`` stands for that: the
+    records of the model before training, if they have all its problems."""
     greedy = sorted((_step(run, one), one.records) for one in run.evaluations if one.mode == "greedy")
+    asked_for = [record["problem"] for record in greedy[0][1]]
+    known = {record["problem"]: record for record in untrained}
+    if greedy[0][0] > 0 and known.keys() >= set(asked_for):
+        greedy.insert(0, (0, [known[problem] for problem in asked_for]))
     counted = [{"step": step, **_figures(records)} for step, records in greedy]
     last = greedy[-1][1]
     both = {record["problem"] for record in last}  # a run resumed with a smaller evaluation.problems judges fewer in the end
@@ -150,12 +156,15 @@ def _figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: found[key] for key in ("n", *VERDICTS, "format_rate", "stop_rate", "mean_tokens")}
 
 
-def whole_split(path: Path, runs: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Each model of the file, and what changed from the first one, problem by problem, unless that one is of ``runs``, names of folders."""
+def whole_split(path: Path, runs: Collection[str] = ()) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Each model of the file, and what changed from the first one, problem by problem, unless that one is of ``runs``, names of folders.
+    Then the records of the model before training; none where the first one is of ``runs``."""
     models = [(model, one) for model, evaluations in rescore(path) for one in evaluations if one.mode == "greedy"]
-    rows = []
+    rows, untrained = [], list[dict[str, Any]]()
     for i, (model, one) in enumerate(models):
         name = Path(model).name
+        if i == 0 and name not in runs:
+            untrained = one.records
         records = sorted(one.records, key=lambda record: str(record["problem"]))
         rows.append({
             "model": name,
@@ -164,7 +173,7 @@ def whole_split(path: Path, runs: Collection[str] = ()) -> list[dict[str, Any]]:
             **_figures(records),
             "right": {verdict: "".join(SIGNS[record[verdict]] for record in records) for verdict in VERDICTS},
         })  # fmt: skip
-    return _compared(rows)
+    return _compared(rows), untrained
 
 
 def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -236,7 +245,7 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
         said = "; ".join(f"{verdict} {_change(run['change'][verdict])}" for verdict in VERDICTS)
         first, last = run["evaluations"][0], run["evaluations"][-1]
         fewer = "" if last["n"] == first["n"] else f", of the {last['n']} that both judged"
-        # Without evaluation.at_start the first one is not of the model before training.
+        # Without evaluation.at_start and the whole split's records the first one is not of the model before training.
         steps = f"step {first['step']} to {last['step']}"
         parts.append(f"Seed {run['seed']}, {steps}, problem by problem{fewer}, in points: {said}.")
     parts += [f"Seed {run['seed']}, samples in training by step: {_in_training(run)}." for run in runs]

@@ -174,7 +174,7 @@ INTRODUCTION = """\
 # Plans of the recipes
 
 What `groupwise plan` says of each [recipe](recipes.md) on the machines that it is for ([planning](../how-to/planning.md)).
-**Times and GPU memory are estimates from data sheets; none of these runs has been made here on a GPU.**
+**Times and GPU memory are estimates from data sheets.** None of these runs has been made here on the GPU that its row names.
 """
 
 
@@ -297,22 +297,23 @@ def _own() -> str:
 
 def _targets() -> str:
     """Hours and dollars to accuracies that others have published."""
-    foreseen = [made(words).cost.learning_s / theirs for _, of, theirs, words in PEERS if of == "learning, s"]
+    shares = [made(words).cost.step_s / measured for _, of, measured, words in OWN if of == "step, s"]
     whole = next(made(words).cost.step_s / theirs for _, of, theirs, words in PEERS if (of, words) == ("step, s", _VERL))
-    least, most = min(foreseen), max(foreseen)
+    least, most = min(shares), max(shares)
     here = made("gsm8k-1.5b-cpu --hardware cpu --prompt-tokens 110 --completion-tokens 190").cost.step_s
     rows = [
         "## Hours to published accuracies",
         "",
         "**Predictions, until a card has run them.** They take the published run's completions (219 tokens, as verl's were) and assume",
         "that as many teach as much here. Three figures say how little is known. *By the plan* is the smallest, since it hopes too much",
-        f"in the speeds of the table above. *By others' learning* divides it by {most:.2f} and {least:.2f}, the shares of other",
-        f"programs' learning that the plans foresee. *By verl's step* divides it by {whole:.3f}, the share of a whole step, which verl",
+        f"in the speeds of both tables above. *By our own steps* divides it by {most:.2f} and {least:.2f}, the shares of this program's",
+        "steps on one H200 that the plan foresaw; the larger share is of the larger batch, and these batches are larger still. Other cards",
+        f"and several were not tried. *By verl's step* divides it by {whole:.3f}, the share of a whole step of another program, which",
         f"sampled without graphs. On CPUs the plan says {here:.0f} s for a step of `gsm8k-1.5b-cpu`; 173 and 183 s were measured on",
         "cores that multiply bf16 at 0.4 TFLOP/s, and of shorter answers 102 s at 0.75 and 200 s at 0.29 ([results](../results.md)).",
         "Dollars, of the last two: 0.40 for an hour of an RTX 4090, 1.50 of an A100, 3.00 of an H100.",
         "",
-        "| published, of GSM8K's test split | completions | steps | hours, by the plan | by others' learning | by verl's step | dollars "
+        "| published, of GSM8K's test split | completions | steps | hours, by the plan | by our own steps | by verl's step | dollars "
         "| `groupwise plan` |",
         "|---|---|---|---|---|---|---|---|",
     ]

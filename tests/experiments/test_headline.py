@@ -124,6 +124,26 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, capsys):
         assert why in capsys.readouterr().err
 
 
+def test_a_run_that_was_not_judged_at_its_start_begins_where_the_untrained_model_was_judged(run, tmp_path):
+    (run / "evaluations" / "base-greedy.jsonl").unlink()
+    records = tmp_path / "judged.jsonl"
+
+    def steps(*models):
+        write_records(records, list(models))
+        (one,) = headline.measure([run], records)["runs"]
+        return [(row["step"], row["n"], row["strict"][0]) for row in one["evaluations"]], one["change"]["strict"]
+
+    def both(problems):
+        return [("models/before", [judged(Knows(2, 6), problems)]), ("runs/seed-3", [judged(Knows(12), problems)])]
+
+    found, change = steps(*both([*PROBLEMS, Prompt(Problem("p20", "20 + 1?", "21"), "20 + 1?", (1, 2))]))
+    assert found == [(0, 20, 0.1), (1, 20, 0.2), (2, 20, 0.45)]
+    assert (change["fixed"], change["broken"]) == (7, 0)
+    for models in (both(PROBLEMS)[1:], both(PROBLEMS[1:])):
+        found, change = steps(*models)
+        assert (found, change["fixed"]) == ([(1, 20, 0.2), (2, 20, 0.45)], 5)
+
+
 def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     records, out = tmp_path / "judged.jsonl", ["--out", str(tmp_path)]
     write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])])
