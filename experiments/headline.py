@@ -42,7 +42,7 @@ MACHINE = ("processor", "cores", "torch", "transformers")
 
 def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
     """The numbers of finished or unfinished runs, and of the whole test split where ``judged`` holds it."""
-    rows, untrained = ([], []) if judged is None else whole_split(judged, {run.resolve().name for run in runs})
+    rows, untrained = ([], ()) if judged is None else whole_split(judged, {run.resolve().name for run in runs})
     return {"runs": [one_run(read_run(run), untrained) for run in runs], "judged": rows}
 
 
@@ -98,14 +98,14 @@ def _number(model: str) -> int:
     return int(found[-1]) if (found := re.findall(r"\d+", str(model))) else -1
 
 
-def one_run(run: RunRecord, untrained: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def one_run(run: RunRecord, untrained: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """The numbers of a run. Where it was not judged before its first step (``evaluation.at_start``), ``untrained`` stands for that: the
     records of the model before training, if they have all its problems."""
     greedy = sorted((_step(run, one), one.records) for one in run.evaluations if one.mode == "greedy")
     asked_for = [record["problem"] for record in greedy[0][1]]
     known = {record["problem"]: record for record in untrained}
     if greedy[0][0] > 0 and known.keys() >= set(asked_for):
-        greedy.insert(0, (0, [known[problem] for problem in asked_for]))
+        greedy.insert(0, (0, tuple(known[problem] for problem in asked_for)))
     counted = [{"step": step, **_figures(records)} for step, records in greedy]
     last = greedy[-1][1]
     both = {record["problem"] for record in last}  # a run resumed with a smaller evaluation.problems judges fewer in the end
@@ -156,11 +156,11 @@ def _figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: found[key] for key in ("n", *VERDICTS, "format_rate", "stop_rate", "mean_tokens")}
 
 
-def whole_split(path: Path, runs: Collection[str] = ()) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def whole_split(path: Path, runs: Collection[str] = ()) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]:
     """Each model of the file, and what changed from the first one, problem by problem, unless that one is of ``runs``, names of folders.
     Then the records of the model before training; none where the first one is of ``runs``."""
     models = [(model, one) for model, evaluations in rescore(path) for one in evaluations if one.mode == "greedy"]
-    rows, untrained = [], list[dict[str, Any]]()
+    rows, untrained = list[dict[str, Any]](), tuple[dict[str, Any], ...]()
     for i, (model, one) in enumerate(models):
         name = Path(model).name
         if i == 0 and name not in runs:
