@@ -24,7 +24,7 @@ from typing import Any
 
 from experiments.common import FIGURES, ROOT, Experiment, environment, markdown_table, publish, read_block, read_numbers
 from experiments.comparison import newcombe_interval
-from groupwise.evaluation import paired_comparison, rescore
+from groupwise.evaluation import Evaluation, paired_comparison, rescore
 from groupwise.evaluation.figures import figures
 from groupwise.tracking.reading import EvaluationRecords, RunRecord, read_run
 
@@ -42,7 +42,7 @@ MACHINE = ("processor", "cores", "torch", "transformers")
 
 def measure(runs: Sequence[Path], judged: Path | None = None) -> dict[str, Any]:
     """The numbers of finished or unfinished runs, and of the whole test split where ``judged`` holds it."""
-    rows, untrained = ([], ()) if judged is None else whole_split(judged, {run.resolve().name for run in runs})
+    rows, untrained = ([], None) if judged is None else whole_split(judged, {run.resolve().name for run in runs})
     return {"runs": [one_run(read_run(run), untrained) for run in runs], "judged": rows}
 
 
@@ -59,11 +59,19 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     _check_same("number of problems judged", (len(row["right"]["strict"]) if "right" in row else row["n"] for row in judged_rows))
     _check_same("data judged", map(_data, judged_rows))
     seeds, models = {run["seed"] for run in found["runs"]}, {row["model"] for row in found["judged"]}
-    measured = [{**run, "machine": None} for run in found["runs"]]
-    again = {run["seed"] for run in kept["runs"] if run["seed"] in seeds and {**run, "machine": None} not in measured}
+    earlier = {run["seed"]: run for run in kept["runs"] if run["seed"] in seeds}
+    again = {run["seed"] for run in found["runs"] if run["seed"] in earlier and not _is_same(run, earlier[run["seed"]])}
     there = {key: value for key, value in kept.get("environment", {}).items() if key in MACHINE}  # of runs that do not say theirs
     kept_runs = [{**run, "machine": run.get("machine") or there} for run in kept["runs"] if run["seed"] not in seeds]
-    runs = [*found["runs"], *kept_runs]
+    judged_longer = [
+        run | {key: earlier[run["seed"]][key] for key in _OF_JUDGED}
+        if run["seed"] in earlier
+        and run["seed"] not in again
+        and len(earlier[run["seed"]]["evaluations"]) > len(run["evaluations"])
+        else run
+        for run in found["runs"]
+    ]
+    runs = [*judged_longer, *kept_runs]
     first = (_before(found["judged"]) or _before(kept["judged"]))[:1]
     others = [row for row in _trained(kept["judged"]) if row["model"] not in models and _number(row["model"]) not in again]
     judged = [*first, *sorted([*others, *_trained(found["judged"])], key=lambda row: _number(row["model"]))]
@@ -72,6 +80,15 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         "runs": sorted(runs, key=lambda run: int(run["seed"])),
         "judged": _compared(judged),
     }
+
+
+_OF_JUDGED = ("evaluations", "change")
+"""What begins at step 0 where ``judged`` has the model before training."""
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two measures are of one run, whatever was judged besides."""
+    return all(one[key] == other[key] for key in one.keys() & other.keys() - {"machine", *_OF_JUDGED})
 
 
 def _trained(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -98,20 +115,23 @@ def _number(model: str) -> int:
     return int(found[-1]) if (found := re.findall(r"\d+", str(model))) else -1
 
 
-def one_run(run: RunRecord, untrained: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def one_run(run: RunRecord, untrained: Evaluation | None = None) -> dict[str, Any]:
     """The numbers of a run. Where it was not judged before its first step (``evaluation.at_start``), ``untrained`` stands for that: the
-    records of the model before training, if they have all its problems."""
+    model before training, if it was asked the same prompts, and more, with the same limit."""
+    asked = run.settings
+    rollout = asked["rollout"]
     greedy = sorted((_step(run, one), one.records) for one in run.evaluations if one.mode == "greedy")
-    asked_for = [record["problem"] for record in greedy[0][1]]
-    known = {record["problem"]: record for record in untrained}
-    if greedy[0][0] > 0 and known.keys() >= set(asked_for):
-        greedy.insert(0, (0, tuple(known[problem] for problem in asked_for)))
+    limit = asked["evaluation"]["max_completion_tokens"] or rollout["max_completion_tokens"]
+    if greedy[0][0] > 0 and untrained is not None and untrained.conditions["max_tokens"] == limit:
+        untrained_by_prompt = {(record["problem"], record["prompt"]): record for record in untrained.records}
+        prompts = [(record["problem"], record["prompt"]) for record in greedy[0][1]]
+        if untrained_by_prompt.keys() >= set(prompts):
+            greedy.insert(0, (0, tuple(untrained_by_prompt[prompt] for prompt in prompts)))
     counted = [{"step": step, **_figures(records)} for step, records in greedy]
     last = greedy[-1][1]
     both = {record["problem"] for record in last}  # a run resumed with a smaller evaluation.problems judges fewer in the end
     first = [record for record in greedy[0][1] if record["problem"] in both]
-    code, asked = run.environment.get("code") or {}, run.settings
-    rollout = asked["rollout"]
+    code = run.environment.get("code") or {}
     group = rollout["prompts_per_step"] * rollout["completions_per_prompt"]
     tokens = sum(value * group for _, value in run.series("completions/tokens_mean"))
     return {
@@ -156,15 +176,13 @@ def _figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: found[key] for key in ("n", *VERDICTS, "format_rate", "stop_rate", "mean_tokens")}
 
 
-def whole_split(path: Path, runs: Collection[str] = ()) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]:
+def whole_split(path: Path, runs: Collection[str] = ()) -> tuple[list[dict[str, Any]], Evaluation | None]:
     """Each model of the file, and what changed from the first one, problem by problem, unless that one is of ``runs``, names of folders.
-    Then the records of the model before training; none where the first one is of ``runs``."""
+    Then the model before training; None where the first one is of ``runs``."""
     models = [(model, one) for model, evaluations in rescore(path) for one in evaluations if one.mode == "greedy"]
-    rows, untrained = list[dict[str, Any]](), tuple[dict[str, Any], ...]()
+    rows = []
     for i, (model, one) in enumerate(models):
         name = Path(model).name
-        if i == 0 and name not in runs:
-            untrained = one.records
         records = sorted(one.records, key=lambda record: str(record["problem"]))
         rows.append({
             "model": name,
@@ -173,7 +191,7 @@ def whole_split(path: Path, runs: Collection[str] = ()) -> tuple[list[dict[str, 
             **_figures(records),
             "right": {verdict: "".join(SIGNS[record[verdict]] for record in records) for verdict in VERDICTS},
         })  # fmt: skip
-    return _compared(rows), untrained
+    return _compared(rows), None if not rows or rows[0]["trained"] else models[0][1]
 
 
 def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -34,9 +35,9 @@ class Knows:
         return f"<reasoning>\nx\n</reasoning>\n<answer>\n{known}\n</answer>{tail}"
 
 
-def judged(engine, problems=PROBLEMS):
+def judged(engine, problems=PROBLEMS, limit=9):
     return evaluate(
-        engine, problems, stage="eval", mode="greedy", settings=SamplingSettings(max_tokens=9, greedy=True), style="xml", seed=1,
+        engine, problems, stage="eval", mode="greedy", settings=SamplingSettings(max_tokens=limit, greedy=True), style="xml", seed=1,
         further=True, asked={"data": "sums", "available": 20, "prompt_format": "bare", "shots": 0},
     )  # fmt: skip
 
@@ -47,6 +48,7 @@ def run(tmp_path):
     (folder / "evaluations").mkdir(parents=True)
     config = yaml.safe_load(dump_config(load_config("gsm8k-1.5b-cpu")))
     config["training"] |= {"seed": 3, "steps": 4}
+    config["evaluation"]["max_completion_tokens"] = 9
     config["rollout"] |= {"prompts_per_step": 2, "completions_per_prompt": 8, "max_completion_tokens": 320}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "environment.json").write_text(
@@ -133,13 +135,14 @@ def test_a_run_that_was_not_judged_at_its_start_begins_where_the_untrained_model
         (one,) = headline.measure([run], records)["runs"]
         return [(row["step"], row["n"], row["strict"][0]) for row in one["evaluations"]], one["change"]["strict"]
 
-    def both(problems):
-        return [("models/before", [judged(Knows(2, 6), problems)]), ("runs/seed-3", [judged(Knows(12), problems)])]
+    def both(problems, limit=9):
+        return [("models/before", [judged(Knows(2, 6), problems, limit)]), ("runs/seed-3", [judged(Knows(12), problems, limit)])]
 
     found, change = steps(*both([*PROBLEMS, Prompt(Problem("p20", "20 + 1?", "21"), "20 + 1?", (1, 2))]))
     assert found == [(0, 20, 0.1), (1, 20, 0.2), (2, 20, 0.45)]
     assert (change["fixed"], change["broken"]) == (7, 0)
-    for models in (both(PROBLEMS)[1:], both(PROBLEMS[1:])):
+    otherwise_asked = [replace(prompt, text="Sum: " + prompt.text) for prompt in PROBLEMS]
+    for models in (both(PROBLEMS)[1:], both(PROBLEMS[1:]), both(PROBLEMS, 18), both(otherwise_asked)):
         found, change = steps(*models)
         assert (found, change["fixed"]) == ([(1, 20, 0.2), (2, 20, 0.45)], 5)
 
@@ -173,7 +176,10 @@ def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     assert len(read_numbers("headline", tmp_path)["judged"]) == 3, "without records the judged models stay"
 
 
-def test_a_run_judged_before_the_model_before_training_is_compared_once_that_is_judged(run, tmp_path):
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_run_judged_before_the_model_before_training_is_compared_once_that_is_judged(run, tmp_path, at_start):
+    if not at_start:
+        (run / "evaluations" / "base-greedy.jsonl").unlink()
     alone, first, whole, out = (
         *(tmp_path / name for name in ("alone.jsonl", "first.jsonl", "whole.jsonl")),
         ["--out", str(tmp_path)],
@@ -201,6 +207,9 @@ def test_a_run_judged_before_the_model_before_training_is_compared_once_that_is_
     (tmp_path / "headline.json").write_text(json.dumps({**numbers, "judged": rows}))
     headline.main([str(run), "--judged", str(first), "--beside", *out])
     assert read_numbers("headline", tmp_path)["judged"] == headline.measure([run], whole)["judged"]
+    headline.main([str(run), "--judged", str(alone), "--beside", *out])
+    numbers, at_once = read_numbers("headline", tmp_path), headline.measure([run], whole)
+    assert (numbers["runs"], numbers["judged"]) == (at_once["runs"], at_once["judged"]), "step 0 stays"
 
 
 def test_an_answer_that_could_not_be_checked_is_left_out_of_the_pairs(run, tmp_path, monkeypatch):
