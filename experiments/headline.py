@@ -59,19 +59,12 @@ def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     _check_same("number of problems judged", (len(row["right"]["strict"]) if "right" in row else row["n"] for row in judged_rows))
     _check_same("data judged", map(_data, judged_rows))
     seeds, models = {run["seed"] for run in found["runs"]}, {row["model"] for row in found["judged"]}
-    earlier = {run["seed"]: run for run in kept["runs"] if run["seed"] in seeds}
-    again = {run["seed"] for run in found["runs"] if run["seed"] in earlier and not _is_same(run, earlier[run["seed"]])}
+    earlier = {run["seed"]: run for run in kept["runs"]}
+    again = {run["seed"] for run in found["runs"] if not _is_same(run, earlier.get(run["seed"], run))}
     there = {key: value for key, value in kept.get("environment", {}).items() if key in MACHINE}  # of runs that do not say theirs
     kept_runs = [{**run, "machine": run.get("machine") or there} for run in kept["runs"] if run["seed"] not in seeds]
-    judged_longer = [
-        run | {key: earlier[run["seed"]][key] for key in _OF_JUDGED}
-        if run["seed"] in earlier
-        and run["seed"] not in again
-        and len(earlier[run["seed"]]["evaluations"]) > len(run["evaluations"])
-        else run
-        for run in found["runs"]
-    ]
-    runs = [*judged_longer, *kept_runs]
+    found_runs = [run if run["seed"] in again else _as_judged(run, earlier.get(run["seed"], run)) for run in found["runs"]]
+    runs = [*found_runs, *kept_runs]
     first = (_before(found["judged"]) or _before(kept["judged"]))[:1]
     others = [row for row in _trained(kept["judged"]) if row["model"] not in models and _number(row["model"]) not in again]
     judged = [*first, *sorted([*others, *_trained(found["judged"])], key=lambda row: _number(row["model"]))]
@@ -89,6 +82,11 @@ _OF_JUDGED = ("evaluations", "change")
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two measures are of one run, whatever was judged besides."""
     return all(one[key] == other[key] for key in one.keys() & other.keys() - {"machine", *_OF_JUDGED})
+
+
+def _as_judged(run: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """``run`` with what was judged of it earlier, where that begins sooner."""
+    return run | {key: earlier[key] for key in _OF_JUDGED} if len(earlier["evaluations"]) > len(run["evaluations"]) else run
 
 
 def _trained(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
