@@ -174,6 +174,9 @@ def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     )
     headline.main([str(other), "--beside", *out])
     assert len(read_numbers("headline", tmp_path)["judged"]) == 3, "without records the judged models stay"
+    (run / "evaluations" / "base-greedy.jsonl").unlink()
+    (ran_again,) = (one for one in headline.beside(numbers, headline.measure([run]))["runs"] if one["seed"] == 3)
+    assert [row["step"] for row in ran_again["evaluations"]] == [1, 2], "another run does not begin where the old one did"
 
 
 @pytest.mark.parametrize("at_start", [True, False])
