@@ -222,7 +222,9 @@ def alike():
 def computed(monkeypatch):
     """The lengths of the prompts that were computed by themselves."""
     lengths, pack = [], engine_module.pack_prompts
-    monkeypatch.setattr(engine_module, "pack_prompts", lambda prompts: lengths.extend(map(len, prompts)) or pack(prompts))
+    monkeypatch.setattr(
+        engine_module, "pack_prompts", lambda prompts, common: lengths.extend(map(len, prompts)) or pack(prompts, common)
+    )
     return lengths
 
 
@@ -267,6 +269,48 @@ def test_a_prompt_with_which_all_others_begin_has_no_tokens_of_its_own(make_engi
     together = engine.sample(prompts, 1, SAMPLED, seed=3, scope="s")
     assert computed == [20]
     assert ids_of(together) == ids_of([engine.sample([prompt], 1, SAMPLED, seed=3, scope="s")[0] for prompt in prompts])
+
+
+@pytest.fixture
+def rows_computed(monkeypatch):
+    """Rows of each pass over prompts."""
+    rows, pack = [], engine_module.pack_prompts
+
+    def counted(*arguments):
+        packed = pack(*arguments)
+        rows.append(len(packed.token_ids_R))
+        return packed
+
+    monkeypatch.setattr(engine_module, "pack_prompts", counted)
+    return rows
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"], indirect=True)
+@pytest.mark.parametrize(("max_rows", "rows"), [(64, [42]), (8, [31, 31]), (4, [25, 26, 22, 29])])
+def test_groups_that_start_together_compute_the_beginning_of_their_prompts_once(
+    family, max_rows, rows, make_engine, alike, rows_computed, ids_of
+):
+    prompts, engine = alike(20, [5, 6, 2, 9]), make_engine(family(), ends=(), max_rows=max_rows)
+    together = engine.sample(prompts, 4, SamplingSettings(max_tokens=3), seed=3, scope="s")
+    assert rows_computed == rows
+    alone = [engine.sample([prompt], 4, SamplingSettings(max_tokens=3), seed=3, scope="s")[0] for prompt in prompts]
+    assert ids_of(together) == ids_of(alone)
+    torch.testing.assert_close(recorded(together), scored(engine.decoder, prompts, together), rtol=1e-4, atol=1e-4)
+
+
+def test_groups_share_all_but_the_last_token_of_the_shortest_prompt(make_engine, alike, rows_computed, ids_of):
+    longer = alike(20, [4, 9])
+    prompts = [Prompt(Problem("short", "", ""), "", longer[0].token_ids[:20]), *longer]
+    engine = make_engine()
+    together = engine.sample(prompts, 8, SAMPLED, seed=3, scope="s")
+    assert rows_computed == [19 + 1 + 5 + 10]
+    assert ids_of(together) == ids_of([engine.sample([prompt], 8, SAMPLED, seed=3, scope="s")[0] for prompt in prompts])
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+def test_prompts_with_little_in_common_are_computed_whole(samples, make_engine, alike, rows_computed):
+    make_engine().sample(alike(2, [30, 20, 25]), samples, SAMPLED, seed=3, scope="s")
+    assert rows_computed == [32 + 22 + 27]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)

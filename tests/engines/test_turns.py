@@ -252,7 +252,9 @@ def test_what_is_given_may_be_computed_in_parts(name, value, builtin, make_promp
 def test_a_group_shares_its_prompt_in_all_turns(builtin, make_prompts, monkeypatch):
     computed = []
     pack = engine_module.pack_prompts
-    monkeypatch.setattr(engine_module, "pack_prompts", lambda prompts: computed.extend(map(tuple, prompts)) or pack(prompts))
+    monkeypatch.setattr(
+        engine_module, "pack_prompts", lambda prompts, common: computed.extend(map(tuple, prompts)) or pack(prompts, common)
+    )
     prompts = make_prompts(LENGTHS)
     play(builtin(), prompts, grace_s=0.0, late=late)
     assert sorted(computed) == sorted(prompt.token_ids for prompt in prompts)
@@ -262,7 +264,9 @@ def test_rows_share_what_all_prompts_begin_with_in_all_turns(builtin, make_promp
     start, *ends = make_prompts([60, 3, 1, 8, 5])
     prompts = [replace(end, token_ids=(*start.token_ids, 3 + i, *end.token_ids)) for i, end in enumerate(ends)]
     computed, pack = [], engine_module.pack_prompts
-    monkeypatch.setattr(engine_module, "pack_prompts", lambda prompts: computed.extend(map(len, prompts)) or pack(prompts))
+    monkeypatch.setattr(
+        engine_module, "pack_prompts", lambda prompts, common: computed.extend(map(len, prompts)) or pack(prompts, common)
+    )
     shared = play(builtin(max_rows=5), prompts, grace_s=0.0, late=late)
     assert computed == [60]
     monkeypatch.setattr(engine_module, "split_prompts", lambda prompts, samples: None)

@@ -88,7 +88,9 @@ def test_choices_of_one_prompt_share_it_wherever_they_have_been_cut(
     whole = engine.serve(SampleRequest(asked, 1, SETTINGS, seed=4, scope="s"))
     assert len({c.token_ids for (c,) in whole}) == 5, "their randomness is their own"
     computed = []
-    monkeypatch.setattr(builtin, "pack_prompts", lambda prompts: computed.extend(map(len, prompts)) or pack_prompts(prompts))
+    monkeypatch.setattr(
+        builtin, "pack_prompts", lambda prompts, common: computed.extend(map(len, prompts)) or pack_prompts(prompts, common)
+    )
     cuts = (0, 1, 4, 7, 2)
     further = [replace(p, token_ids=p.token_ids + c.token_ids[:at]) for p, (c,), at in zip(asked, whole, cuts, strict=True)]
     left = []
@@ -115,7 +117,9 @@ def test_prompts_that_begin_alike_share_that_wherever_they_have_been_cut(
     asked = [replace(end, token_ids=(*start.token_ids, 3 + i, *end.token_ids)) for i, end in enumerate(ends)]
     whole = [engine.serve(SampleRequest([one], 1, SETTINGS, seed=4, scope="s"))[0] for one in asked]
     computed = []
-    monkeypatch.setattr(builtin, "pack_prompts", lambda prompts: computed.extend(map(len, prompts)) or pack_prompts(prompts))
+    monkeypatch.setattr(
+        builtin, "pack_prompts", lambda prompts, common: computed.extend(map(len, prompts)) or pack_prompts(prompts, common)
+    )
     cuts, limits = (0, 1, 4, 7), (12, 11, 8, 5)
     further = [replace(p, token_ids=p.token_ids + c.token_ids[:at]) for p, (c,), at in zip(asked, whole, cuts, strict=True)]
     shown = []

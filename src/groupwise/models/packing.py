@@ -124,6 +124,15 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Pac
     )
 
 
-def pack_prompts(prompts: Sequence[Sequence[int]]) -> Packed:
-    """Prompts alone, for prefilling a cache."""
-    return pack([(prompt, ()) for prompt in prompts])
+def pack_prompts(prompts: Sequence[Sequence[int]], common: int = 0) -> Packed:
+    """Prompts alone, for prefilling a cache. The first ``common`` tokens, with which all of them begin, take rows once, before all rests;
+    every rest has at least one token.
+
+    >>> pack_prompts([[4, 5, 6], [4, 5, 7, 8]], common=2).token_ids_R.tolist()
+    [4, 5, 6, 7, 8]
+    """
+    if not common:
+        return pack([(prompt, ()) for prompt in prompts])
+    rests = [prompt[common:] for prompt in prompts]
+    packed = pack([(prompts[0][:common], [[*rest, 0] for rest in rests])])  # what follows a rest is not an input
+    return replace(packed, last_rows=common - 1 + torch.tensor([len(rest) for rest in rests]).cumsum(0))

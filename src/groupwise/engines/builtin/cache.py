@@ -84,12 +84,16 @@ class Cache:
         self.room = grown
         return True
 
-    def store_prompts(self, layer: int, kv: Tensor, starts: list[int], lengths: list[int], slots: list[int]) -> None:
-        """Copy prompts' rotated keys and values out of the packed rows ``kv`` ``[R, 2K, E]``."""
-        for start, length, slot in zip(starts, lengths, slots, strict=True):
-            rows = kv[start : start + length].unflatten(1, (2, self.kv_heads)).permute(1, 2, 0, 3)
+    def store_prompts(self, layer: int, kv: Tensor, lengths: list[int], slots: list[int], common: int = 0) -> None:
+        """Copy prompts' rotated keys and values out of the rows ``kv`` ``[R, 2K, E]``, as ``pack_prompts`` lays them."""
+        rows, start = kv.unflatten(1, (2, self.kv_heads)).permute(1, 2, 0, 3), common
+        for length, slot in zip(lengths, slots, strict=True):
+            end = start + length - common
             for table, new in zip(self.by_position(self.prompt[layer]), rows, strict=True):
-                table[slot, :, :length] = new
+                if common:
+                    table[slot, :, :common] = new[:, :common]
+                table[slot, :, common:length] = new[:, start:end]
+            start = end
 
     def move_group(self, source: int, target: int) -> None:
         _copy_over(self.prompt, source, target)

@@ -1,9 +1,9 @@
 """The built-in sampling engine: continuous batching over the very weights that are trained.
 
 Completions that end leave the batch and waiting ones enter at once. A prompt is computed once for its group and its keys and values
-are shared. Where the prompts of a request begin alike (a system prompt, worked examples), and computing that beginning once saves enough,
-it is the prompt that all rows share, and each row has the rest of its own (``split_prompts``). The log-probability of each token comes with
-the token, at no extra pass.
+are shared. Where the prompts of a request begin alike (a system prompt, worked examples), that beginning is computed once for those that
+start together. Where this saves enough although each row then computes the rest for itself, as with one sample of each prompt, it is all
+that rows share (``split_prompts``). The log-probability of each token comes with the token, at no extra pass.
 
 A row may have several turns (``engines/turns.py``). Its keys and values stay where they are while its answer is awaited. A row whose answer
 is late leaves the batch and keeps them, at the far end of the same table: those that are away take a place of ``max_rows`` each, and no
@@ -112,11 +112,16 @@ class _Call:
     """Sampled in turns that have ended."""
     shared: int | None = field(init=False)
     """Tokens that all prompts begin with, where every row has the rest of its prompt for itself."""
+    common: int = field(init=False)
+    """Tokens that all prompts begin with, where these are computed once for several prompts: of the whole request, so that what a prompt's
+    keys round to does not depend on which others start beside it."""
 
     def __post_init__(self) -> None:
         drawn = self.request.drawn or [0] * len(self.request.prompts)
         ids = [prompt.token_ids[: len(prompt.token_ids) - n] for prompt, n in zip(self.request.prompts, drawn, strict=True)]
         self.shared = split_prompts(ids, self.request.samples_per_prompt)
+        alike = 0 if self.shared is not None else split_prompts(ids, 1) or 0
+        self.common = min(alike, min(map(len, ids), default=1) - 1)  # each prompt has a last token of its own
 
     @property
     def missing(self) -> int:
@@ -444,9 +449,10 @@ class _Batch:
     def _prefill(self, groups: list[_Pending]) -> None:
         """Compute prompts, a budget of tokens at a time, and keep their keys, values and last outputs."""
         part: list[_Pending] = []
+        common = self.call.common
         for group in groups:
-            tokens = sum(len(g.token_ids) for g in part)
-            if part and tokens + len(group.token_ids) > PREFILL_TOKENS:
+            tokens = common + sum(len(g.token_ids) - common for g in part)
+            if part and tokens + len(group.token_ids) - common > PREFILL_TOKENS:
                 self._prefill_part(part)
                 part = []
             part.append(group)
@@ -454,11 +460,9 @@ class _Batch:
             self._prefill_part(part)
 
     def _prefill_part(self, groups: list[_Pending]) -> None:
-        packed = pack_prompts([g.token_ids for g in groups]).to(self.decoder.device)
-        lengths = [len(g.token_ids) for g in groups]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        slots = [g.slot for g in groups]
-        hidden = self.decoder.hidden(packed, lambda layer, kv: self.cache.store_prompts(layer, kv, starts, lengths, slots))
+        common, lengths, slots = self.call.common, [len(g.token_ids) for g in groups], [g.slot for g in groups]
+        packed = pack_prompts([g.token_ids for g in groups], common).to(self.decoder.device)
+        hidden = self.decoder.hidden(packed, lambda layer, kv: self.cache.store_prompts(layer, kv, lengths, slots, common))
         for group, last in zip(groups, hidden.index_select(0, packed.last_rows), strict=True):
             group.last_hidden = last
 

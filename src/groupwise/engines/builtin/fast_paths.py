@@ -333,8 +333,8 @@ def _planned(cache: Cache, prompt_lengths: list[int], own_lengths: list[int]) ->
 def _step(decoder: Decoder, tokens: int) -> tuple[Cache, DecodeStep, DecodeWeights]:
     """Eight rows in two groups, their prompts computed, and one token sampled."""
     lengths = [len(prompt) for prompt in _PROMPTS]
-    cache, packed, starts = _cache(decoder, max(lengths), tokens), pack_prompts(_PROMPTS).to(decoder.device), [0, lengths[0]]
-    decoder.hidden(packed, lambda layer, kv: cache.store_prompts(layer, kv, starts, lengths, [0, 1]))
+    cache, packed = _cache(decoder, max(lengths), tokens), pack_prompts(_PROMPTS).to(decoder.device)
+    decoder.hidden(packed, lambda layer, kv: cache.store_prompts(layer, kv, lengths, [0, 1]))
     return cache, _planned(cache, lengths, [0] * 8), DecodeWeights(decoder, 8)
 
 

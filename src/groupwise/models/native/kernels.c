@@ -37,6 +37,29 @@ static inline void store(bf16 *p, vec x) {
     *(half_vec *)p = __builtin_convertvector(((bits)round_bf16(x)) >> 16, half_vec);
 }
 
+/* 2 * LANES numbers: those at even places, and those at odd ones. Two operations a vector less than reading them in order. */
+static inline void load_pairs(const bf16 *p, vec *even, vec *odd) {
+    const bits both = *(const bits *)p;
+    *even = (vec)(both << 16);
+    *odd = (vec)(both & 0xffff0000u);
+}
+
+static inline void store_pairs(bf16 *p, vec even, vec odd) {
+    *(bits *)p = ((bits)round_bf16(even) >> 16) | (bits)round_bf16(odd);
+}
+
+#ifdef __clang__
+#define CHOOSE(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
+#else
+#define CHOOSE(A, B, ...) __builtin_shuffle(A, B, (mask){__VA_ARGS__})
+#endif
+
+/* Pairs in order again. */
+static inline void in_order(float *to, vec even, vec odd) {
+    *(vec *)to = CHOOSE(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    *(vec *)(to + LANES) = CHOOSE(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
 static inline vec splat(float x) { return x - (vec){0}; }
 
 static inline vec pick(mask where, vec yes, vec no) { return (vec)(((bits)where & (bits)yes) | (~(bits)where & (bits)no)); }
@@ -129,26 +152,27 @@ void gw_gated(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width, int g
 /* Scores of `queries` (1 to 4) heads against 2 * LANES keys whose columns lie `stride` apart. */
 #define SCORES(QUERIES)                                                                                                    \
     static void scores_##QUERIES(const float *q, const bf16 *keys, int64_t stride, int64_t width, float *to, int64_t room) { \
-        vec low[QUERIES] = {{0}}, high[QUERIES] = {{0}};                                                                   \
+        vec even[QUERIES] = {{0}}, odd[QUERIES] = {{0}}, a, b;                                                             \
         for (int64_t e = 0; e < width; e++) {                                                                              \
-            vec a = load(keys + e * stride), b = load(keys + e * stride + LANES);                                          \
-            for (int u = 0; u < QUERIES; u++) low[u] += a * q[u * width + e], high[u] += b * q[u * width + e];             \
+            load_pairs(keys + e * stride, &a, &b);                                                                         \
+            for (int u = 0; u < QUERIES; u++) even[u] += a * q[u * width + e], odd[u] += b * q[u * width + e];             \
         }                                                                                                                  \
-        for (int u = 0; u < QUERIES; u++) *(vec *)(to + u * room) = low[u], *(vec *)(to + u * room + LANES) = high[u];     \
+        for (int u = 0; u < QUERIES; u++) in_order(to + u * room, even[u], odd[u]);                                        \
     }
 SCORES(1) SCORES(2) SCORES(3) SCORES(4)
 
-/* Add to `queries` (1 to 4) heads' outputs, at 2 * LANES of their places, the values of `count` positions by their weights. */
+/* Add to `queries` (1 to 4) heads' outputs, at 2 * LANES of their places, the values of `count` positions by their weights. Each 2 *
+ * LANES outputs are held as pairs: the even ones, then the odd ones. */
 #define VALUES(QUERIES)                                                                                                    \
     static void values_##QUERIES(                                                                                          \
         const float *weights, int64_t room, const bf16 *values, int64_t count, int64_t width, float *to) {                 \
-        vec low[QUERIES], high[QUERIES];                                                                                   \
-        for (int u = 0; u < QUERIES; u++) low[u] = *(vec *)(to + u * width), high[u] = *(vec *)(to + u * width + LANES);   \
+        vec even[QUERIES], odd[QUERIES], a, b;                                                                             \
+        for (int u = 0; u < QUERIES; u++) even[u] = *(vec *)(to + u * width), odd[u] = *(vec *)(to + u * width + LANES);   \
         for (int64_t c = 0; c < count; c++) {                                                                              \
-            vec a = load(values + c * width), b = load(values + c * width + LANES);                                        \
-            for (int u = 0; u < QUERIES; u++) low[u] += a * weights[u * room + c], high[u] += b * weights[u * room + c];   \
+            load_pairs(values + c * width, &a, &b);                                                                        \
+            for (int u = 0; u < QUERIES; u++) even[u] += a * weights[u * room + c], odd[u] += b * weights[u * room + c];   \
         }                                                                                                                  \
-        for (int u = 0; u < QUERIES; u++) *(vec *)(to + u * width) = low[u], *(vec *)(to + u * width + LANES) = high[u];   \
+        for (int u = 0; u < QUERIES; u++) *(vec *)(to + u * width) = even[u], *(vec *)(to + u * width + LANES) = odd[u];   \
     }
 VALUES(1) VALUES(2) VALUES(3) VALUES(4)
 
@@ -216,7 +240,7 @@ void gw_decode_attention(
     {
         float *q = malloc(sizeof(float) * unit * (2 * width + line));
         float *sums = q + unit * width, *weights = sums + unit * width;
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(guided, 4)
         for (int64_t task = 0; task < rows * kv_heads; task++) {
             const int64_t row = task / kv_heads, k = task % kv_heads, at = own_lengths[row], group = group_of_row[row];
             const bf16 *in = qkv + row * (heads + 2 * kv_heads) * width;
@@ -242,8 +266,10 @@ void gw_decode_attention(
             weigh(weights + p, unit, line, prompt_values + head + p * width, prompt - p, width, sums);
             weigh(weights + prompt_room + o, unit, line, values + o * width, at + 1 - o, width, sums);
             for (int64_t u = 0; u < unit; u++)
-                for (int64_t e = 0; e < width; e += LANES)
-                    store(out + (row * heads + k * unit + u) * width + e, *(vec *)(sums + u * width + e) / totals[u]);
+                for (int64_t e = 0; e < width; e += 2 * LANES) {
+                    const vec *pair = (vec *)(sums + u * width + e);
+                    store_pairs(out + (row * heads + k * unit + u) * width + e, pair[0] / totals[u], pair[1] / totals[u]);
+                }
         }
         free(q);
     }
