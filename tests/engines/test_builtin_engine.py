@@ -273,12 +273,12 @@ def test_a_prompt_with_which_all_others_begin_has_no_tokens_of_its_own(make_engi
 
 @pytest.fixture
 def rows_computed(monkeypatch):
-    """Rows of each pass over prompts."""
+    """Rows of each pass over prompts, by the sequences that they are computed as: the beginning, and each rest."""
     rows, pack = [], engine_module.pack_prompts
 
     def counted(*arguments):
         packed = pack(*arguments)
-        rows.append(len(packed.token_ids_R))
+        rows.append([span.length for span in packed.spans])
         return packed
 
     monkeypatch.setattr(engine_module, "pack_prompts", counted)
@@ -286,7 +286,10 @@ def rows_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"], indirect=True)
-@pytest.mark.parametrize(("max_rows", "rows"), [(64, [42]), (8, [31, 31]), (4, [25, 26, 22, 29])])
+@pytest.mark.parametrize(
+    ("max_rows", "rows"),
+    [(64, [[20, 5, 6, 2, 9]]), (8, [[20, 5, 6], [20, 2, 9]]), (4, [[20, 5], [20, 6], [20, 2], [20, 9]])],
+)
 def test_groups_that_start_together_compute_the_beginning_of_their_prompts_once(
     family, max_rows, rows, make_engine, alike, rows_computed, ids_of
 ):
@@ -303,14 +306,44 @@ def test_groups_share_all_but_the_last_token_of_the_shortest_prompt(make_engine,
     prompts = [Prompt(Problem("short", "", ""), "", longer[0].token_ids[:20]), *longer]
     engine = make_engine()
     together = engine.sample(prompts, 8, SAMPLED, seed=3, scope="s")
-    assert rows_computed == [19 + 1 + 5 + 10]
+    assert rows_computed == [[19, 1, 5, 10]]
     assert ids_of(together) == ids_of([engine.sample([prompt], 8, SAMPLED, seed=3, scope="s")[0] for prompt in prompts])
 
 
 @pytest.mark.parametrize("samples", [4, 1])
 def test_prompts_with_little_in_common_are_computed_whole(samples, make_engine, alike, rows_computed):
     make_engine().sample(alike(2, [30, 20, 25]), samples, SAMPLED, seed=3, scope="s")
-    assert rows_computed == [32 + 22 + 27]
+    assert rows_computed == [[32, 22, 27]]
+
+
+def test_a_beginning_counts_once_in_what_a_pass_may_compute(make_engine, alike, rows_computed, ids_of, monkeypatch):
+    prompts, engine = alike(20, [5, 6, 2, 9]), make_engine()
+    whole = engine.sample(prompts, 4, SAMPLED, seed=3, scope="s")
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 31)
+    assert ids_of(engine.sample(prompts, 4, SAMPLED, seed=3, scope="s")) == ids_of(whole)
+    assert rows_computed[1:] == [[20, 5, 6], [20, 2, 9]]
+
+
+def test_the_beginning_is_that_of_all_prompts_of_a_request(make_engine, alike, rows_computed):
+    first, second, third = alike(20, [8, 8, 8])
+    second = Prompt(second.problem, "", (*first.token_ids[:25], *second.token_ids[20:24]))
+    make_engine(ends=(), max_rows=8).sample([first, second, third], 4, SAMPLED, seed=3, scope="s")
+    assert rows_computed == [[20, 8, 9], [20, 8]]
+
+
+def test_equal_prompts_count_once_where_a_beginning_may_save(make_engine, alike, rows_computed):
+    one, other = alike(12, [8, 8])
+    again = [Prompt(Problem(f"again {n}", "", ""), "", one.token_ids) for n in range(3)]
+    make_engine().sample([one, *again, other], 4, SAMPLED, seed=3, scope="s")
+    assert rows_computed == [[12, 8, 8]]
+
+
+def test_attention_that_copies_what_comes_before_computes_prompts_whole(make_engine, alike, rows_computed, ids_of):
+    prompts, engine = alike(20, [5, 6, 2, 9]), make_engine()
+    shared = engine.sample(prompts, 4, SAMPLED, seed=3, scope="s")
+    engine.decoder.attention = "sdpa"
+    assert ids_of(engine.sample(prompts, 4, SAMPLED, seed=3, scope="s")) == ids_of(shared)
+    assert rows_computed[1:] == [[25, 26, 22, 29]]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)

@@ -241,15 +241,10 @@ def test_masters_of_any_layout_are_dithered():
 
 
 @needs_kernels
+@pytest.mark.parametrize("width", [32, 96])
 @pytest.mark.parametrize("window", [None, 1, 20, 60, 1000])
-def test_decode_attention_against_every_row_alone(window):
-    heads, kv_heads, width, own_room, prompt_room = (
-        10,
-        2,
-        32,
-        64,
-        96,
-    )  # five query heads a key head: more than a kernel takes at once
+def test_decode_attention_against_every_row_alone(window, width):
+    heads, kv_heads, own_room, prompt_room = 10, 2, 64, 96  # five query heads a key head: more than a kernel takes at once
     qkv, angle = numbers(7, heads + 2 * kv_heads, width), torch.rand(7, 1, width // 2) * 6
     cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
     lengths, groups, prompts = (
@@ -306,12 +301,25 @@ def test_what_is_not_a_number_stays_so():
 @needs_kernels
 def test_numbers_do_not_depend_on_threads():
     x, weight, grad = numbers(500, 64), numbers(64), numbers(500, 64)
+    qkv, angle, groups = numbers(9, 4, 32), torch.rand(9, 1, 16) * 6, torch.arange(9) // 3
+    own, prompt = [numbers(9, 1, 32, 32) for _ in range(2)], (numbers(3, 1, 32, 64), numbers(3, 1, 64, 32))
+    attention = (
+        qkv,
+        angle.cos().to(BF16),
+        angle.sin().to(BF16),
+        own,
+        prompt,
+        torch.arange(9),
+        groups,
+        torch.tensor([64, 9, 40]),
+        2,
+    )
     found, threads = [], torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             out, scales = calls.norm(x, weight, 1e-5)
-            found.append((out, *calls.norm_backward(grad, x, scales, weight, None)))
+            found.append((out, *calls.norm_backward(grad, x, scales, weight, None), calls.decode_attention(*attention)))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
@@ -380,7 +388,9 @@ def test_what_rows_are_given_between_turns_is_kept_by_kernels_as_by_operations(f
         def answer(place, turn, said=said, late=late):
             turns = said.setdefault((place, turn.sample), [])
             turns.append(turn)
-            given = [50 + len(turns) + place] * (3 + turn.sample) if turn.stopped and len(turns) < 5 else None
+            room = 60 - sum(len(x if isinstance(x, list) else x.token_ids) for x in turns)
+            more = turn.stopped and len(turns) < 5 and 3 + turn.sample < room
+            given = [50 + len(turns) + place] * (3 + turn.sample) if more else None
             found: Future[Any] = Future()
             if given and turn.sample % 2:
                 turns.append(given)

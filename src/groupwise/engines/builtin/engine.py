@@ -2,8 +2,8 @@
 
 Completions that end leave the batch and waiting ones enter at once. A prompt is computed once for its group and its keys and values
 are shared. Where the prompts of a request begin alike (a system prompt, worked examples), that beginning is computed once for those that
-start together. Where this saves enough although each row then computes the rest for itself, as with one sample of each prompt, it is all
-that rows share (``split_prompts``). The log-probability of each token comes with the token, at no extra pass.
+start together, if that saves a tenth (``split_prompts``). Where it does although each row then computes the rest for itself, as with one
+sample of each prompt, it is all that rows share. The log-probability of each token comes with the token, at no extra pass.
 
 A row may have several turns (``engines/turns.py``). Its keys and values stay where they are while its answer is awaited. A row whose answer
 is late leaves the batch and keeps them, at the far end of the same table: those that are away take a place of ``max_rows`` each, and no
@@ -113,15 +113,15 @@ class _Call:
     shared: int | None = field(init=False)
     """Tokens that all prompts begin with, where every row has the rest of its prompt for itself."""
     common: int = field(init=False)
-    """Tokens that all prompts begin with, where these are computed once for several prompts: of the whole request, so that what a prompt's
-    keys round to does not depend on which others start beside it."""
+    """Tokens that all prompts begin with, where these are computed once for several prompts: of the whole request, so that where a prompt
+    is cut does not depend on which others start beside it."""
 
     def __post_init__(self) -> None:
         drawn = self.request.drawn or [0] * len(self.request.prompts)
         ids = [prompt.token_ids[: len(prompt.token_ids) - n] for prompt, n in zip(self.request.prompts, drawn, strict=True)]
         self.shared = split_prompts(ids, self.request.samples_per_prompt)
-        alike = 0 if self.shared is not None else split_prompts(ids, 1) or 0
-        self.common = min(alike, min(map(len, ids), default=1) - 1)  # each prompt has a last token of its own
+        alike = None if self.shared is not None else split_prompts([*set(ids)], 1)
+        self.common = min(alike, min(map(len, ids)) - 1) if alike else 0  # each prompt has a last token of its own
 
     @property
     def missing(self) -> int:
@@ -315,6 +315,8 @@ class _Batch:
         self.groups: list[_Pending] = []
         self.rows: list[_Row] = []
         self.sampled_tokens = call.tokens
+        # That kind copies a beginning for each of its sequences: more memory than is planned for.
+        self.common = 0 if self.decoder.attention == "sdpa" else call.common
         alive = weakref.ref(self)  # a circle would keep the cache until Python looks for circles, through all of learning
 
         def look() -> None:
@@ -449,10 +451,9 @@ class _Batch:
     def _prefill(self, groups: list[_Pending]) -> None:
         """Compute prompts, a budget of tokens at a time, and keep their keys, values and last outputs."""
         part: list[_Pending] = []
-        common = self.call.common
         for group in groups:
-            tokens = common + sum(len(g.token_ids) - common for g in part)
-            if part and tokens + len(group.token_ids) - common > PREFILL_TOKENS:
+            tokens = self.common + sum(len(g.token_ids) - self.common for g in (*part, group))
+            if part and tokens > PREFILL_TOKENS:
                 self._prefill_part(part)
                 part = []
             part.append(group)
@@ -460,9 +461,9 @@ class _Batch:
             self._prefill_part(part)
 
     def _prefill_part(self, groups: list[_Pending]) -> None:
-        common, lengths, slots = self.call.common, [len(g.token_ids) for g in groups], [g.slot for g in groups]
-        packed = pack_prompts([g.token_ids for g in groups], common).to(self.decoder.device)
-        hidden = self.decoder.hidden(packed, lambda layer, kv: self.cache.store_prompts(layer, kv, lengths, slots, common))
+        lengths, slots = [len(g.token_ids) for g in groups], [g.slot for g in groups]
+        packed = pack_prompts([g.token_ids for g in groups], self.common).to(self.decoder.device)
+        hidden = self.decoder.hidden(packed, lambda layer, kv: self.cache.store_prompts(layer, kv, lengths, slots, self.common))
         for group, last in zip(groups, hidden.index_select(0, packed.last_rows), strict=True):
             group.last_hidden = last
 

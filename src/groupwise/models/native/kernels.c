@@ -3,7 +3,7 @@
  * PyTorch runs each of these as a chain of operations, every one a pass over memory and a meeting of all threads. A decode step has
  * some 1,500 of them. Here each chain is one loop. The file needs no header of PyTorch's: it is compiled in about two seconds, at the
  * first use on a machine (build.py), and called with plain addresses (calls.py). Written with vector extensions that GCC and Clang have
- * for every processor; nothing is specific to one.
+ * for every processor; nothing is specific to one but that the low half of a number comes first in memory.
  *
  * Arithmetic is fp32 within a loop and is rounded to bf16 once, when stored. No result depends on the number of threads, since each
  * row or head is one thread's from start to end.
@@ -37,7 +37,9 @@ static inline void store(bf16 *p, vec x) {
     *(half_vec *)p = __builtin_convertvector(((bits)round_bf16(x)) >> 16, half_vec);
 }
 
-/* 2 * LANES numbers: those at even places, and those at odd ones. Two operations a vector less than reading them in order. */
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "load_pairs takes the low half of a word for the first of two numbers");
+
+/* 2 * LANES numbers: those at even places, and those at odd ones. An operation a vector less than reading them in order. */
 static inline void load_pairs(const bf16 *p, vec *even, vec *odd) {
     const bits both = *(const bits *)p;
     *even = (vec)(both << 16);
@@ -240,7 +242,7 @@ void gw_decode_attention(
     {
         float *q = malloc(sizeof(float) * unit * (2 * width + line));
         float *sums = q + unit * width, *weights = sums + unit * width;
-#pragma omp for schedule(guided, 4)
+#pragma omp for schedule(dynamic, 4)
         for (int64_t task = 0; task < rows * kv_heads; task++) {
             const int64_t row = task / kv_heads, k = task % kv_heads, at = own_lengths[row], group = group_of_row[row];
             const bf16 *in = qkv + row * (heads + 2 * kv_heads) * width;
