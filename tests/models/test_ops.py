@@ -141,13 +141,15 @@ def test_the_inverse_rotation_is_the_transpose():
     torch.testing.assert_close((forward * y).sum(), (x * backward).sum(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype):
     """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error."""
-    weight, x = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(4, 16, dtype=torch.bfloat16)
+    weight, x, bias = torch.randn(32, 16).to(dtype), torch.randn(4, 16).to(dtype), torch.randn(32).to(dtype)
     if rearranging_helps(weight):
-        torch.testing.assert_close(rearranged_product(weight)(x), plain_product(weight)(x))
-    else:
-        assert not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        torch.testing.assert_close(rearranged_product(weight, bias)(x), plain_product(weight, bias)(x))
+    elif dtype != torch.float16:
+        narrow = dtype == torch.bfloat16
+        assert not torch.backends.mkldnn.is_available() or (narrow and not torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @pytest.mark.parametrize(

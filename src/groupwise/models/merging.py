@@ -135,7 +135,8 @@ def merged_weight(
 def added_up(weight: Tensor, factors: Sequence[tuple[Tensor, Tensor, float]], out: Tensor | None = None) -> Tensor:
     """``weight`` ``[rows, columns]`` plus ``scaling * b @ a`` of each ``(a, b, scaling)``, dithered to its dtype; into ``out`` if given."""
     placed = torch.empty_like(weight) if out is None else out
-    if len(factors) == 1 and native.fits(weight, weight.shape[1]) and weight.is_contiguous() and placed.is_contiguous():
+    by_kernel = len(factors) == 1 and weight.dtype in _DROPPED_BITS and native.fits(weight, weight.shape[1])
+    if by_kernel and weight.is_contiguous() and placed.is_contiguous():
         a, b, scaling = factors[0]
         native.merge(weight, a.float().contiguous(), b.float().contiguous(), scaling, placed)
         return placed

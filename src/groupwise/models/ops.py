@@ -81,7 +81,7 @@ def triton_kernels() -> Any:
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """``rms_norm`` without a gradient, and the factor of each row, fp32 ``[..., 1]``."""
-    if native.fits(x, x.shape[-1]) and x.is_contiguous():
+    if native.fits(x, x.shape[-1]) and x.dtype == weight.dtype and x.is_contiguous():
         return native.norm(x, weight, epsilon, offset)
     if norms_by_library(x.device, offset):
         y, scale = torch.ops.aten._fused_rms_norm(x, list(weight.shape), weight, epsilon)
@@ -97,7 +97,7 @@ def normalise_backward(
     grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x``, with ``residual`` added if given, and of ``weight``; ``scale`` is what ``normalise`` gave."""
-    if native.fits(x, x.shape[-1]) and x.is_contiguous() and grad.is_contiguous():
+    if native.fits(x, x.shape[-1]) and x.dtype == weight.dtype and x.is_contiguous() and grad.is_contiguous():
         return native.norm_backward(grad, x, scale, weight, residual, offset)
     if norms_by_library(x.device, offset):
         back, grad_weight = torch.ops.aten._fused_rms_norm_backward(

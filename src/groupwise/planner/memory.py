@@ -381,7 +381,7 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
         Item("prefill", prefill_bytes(setup, min(PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
     ]
     merged = Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")
-    if setup.device == "cpu" and s == 2:  # they are made of the merged ones, which stay only where the base is divided
+    if setup.device == "cpu":  # they are made of the merged ones, which stay only where the base is divided
         copied = s * (shape.layers * shape.layer_matrices + shape.head)
         rearranged = Item("rearranged weights", copied, "s (L matrices + V D), while sampling")
         return [*items, rearranged, merged] if divided(setup, "weights") else [*items, rearranged]

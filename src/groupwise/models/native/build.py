@@ -39,8 +39,8 @@ class Kernels:
 
 
 @functools.cache
-def kernels() -> Kernels:
-    """The compiled kernels of this machine; compiles them if nobody has yet (about a second)."""
+def kernels(fp32: bool = False) -> Kernels:
+    """The compiled kernels of this machine, for bf16 or for fp32; compiles them if nobody has yet (about a second)."""
     if os.environ.get("GROUPWISE_NATIVE_KERNELS", "1") == "0":
         return Kernels(None, "off (GROUPWISE_NATIVE_KERNELS=0)")
     if platform.system() != "Linux":
@@ -50,7 +50,7 @@ def kernels() -> Kernels:
         return Kernels(None, "no C compiler found (cc, gcc or clang)")
     try:
         version = _run([*compiler, "--version"]).splitlines()[0]
-        return Kernels(_loaded(compiler, version), version)
+        return Kernels(_loaded([*compiler, *FLAGS, *(["-DFP32"] if fp32 else [])], version), version)
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         return Kernels(None, f"could not be compiled: {_last_line(error)}")
 
@@ -73,13 +73,13 @@ def _last_line(error: Exception) -> str:
     return text.splitlines()[-1] if text else type(error).__name__
 
 
-def _loaded(compiler: list[str], version: str) -> ctypes.CDLL:
-    """The shared library for this source, compiler and processor: a cached one that is sound, else a new one in its place.
+def _loaded(command: list[str], version: str) -> ctypes.CDLL:
+    """The shared library for this source, compiler, its options and the processor: a cached one that is sound, else a new one in its place.
 
     A library that is cut short ends the process when it is loaded (SIGBUS), and one of somebody else runs as the user: so the file ends in
     a digest of itself, is the user's own, and what was looked at is what is loaded.
     """
-    identity = "\n".join([SOURCE.read_text(encoding="utf-8"), *compiler, version, *FLAGS, processor()])
+    identity = "\n".join([SOURCE.read_text(encoding="utf-8"), *command, version, processor()])
     path = _cache_folder() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     for last in (False, True):
         try:
@@ -94,15 +94,15 @@ def _loaded(compiler: list[str], version: str) -> ctypes.CDLL:
             finally:
                 os.close(handle)
         if not last:
-            _build(compiler, path)
+            _build(command, path)
     raise OSError(f"{path} is not what was written there")
 
 
-def _build(compiler: list[str], path: Path) -> None:
+def _build(command: list[str], path: Path) -> None:
     """Compile, with the digest at the end, where the linker does not look; on disk before it has its name."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         aside = Path(scratch) / path.name
-        _run([*compiler, *FLAGS, "-o", str(aside), str(SOURCE), "-lm"])
+        _run([*command, "-o", str(aside), str(SOURCE), "-lm"])
         with aside.open("r+b") as file:
             digest = hashlib.sha256(file.read()).digest()
             file.write(digest)

@@ -1,7 +1,7 @@
 """The kernels as functions of tensors. Whoever calls one has asked ``fits`` first; shapes are the caller's promise.
 
 Axes: B rows, H query heads, K key-value heads, E head width, S groups, P prompt positions, C own positions, V vocabulary, D model width,
-F feed-forward width. All tensors are contiguous; floating ones are bf16 where nothing else is said.
+F feed-forward width. All tensors are contiguous. Floating ones are bf16, or all of them fp32, where nothing else is said.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_merge": (*[_POINTER] * 4, *[_COUNT] * 3, _REAL),
     "gw_dither": (_POINTER, _POINTER, *[_COUNT] * 3),
 }
-_functions: dict[str, Any] = {}
+_functions: dict[torch.dtype, dict[str, Any]] = {}
+"""By the dtype of what they compute with."""
+_ROUND_WEIGHTS = ("gw_merge", "gw_dither")
+"""Of bf16 alone: fp32 is not rounded."""
 _allowed = True
 _NORM_CHUNK = 64
 """Rows whose share of a norm's weight gradient is summed by one thread: a fixed number, so that sums do not depend on threads."""
@@ -70,9 +73,9 @@ _NORM_CHUNK = 64
 
 def fits(like: Tensor, *widths: int) -> bool:
     """Whether the kernels are there and take tensors such as ``like`` with these widths."""
-    if not _allowed or like.dtype != torch.bfloat16 or like.device.type != "cpu" or any(width % LANES for width in widths):
+    if not _allowed or like.device.type != "cpu" or any(width % LANES for width in widths):
         return False
-    return bool(_functions) or _load()
+    return like.dtype in _functions or _load(like.dtype)
 
 
 def allow(yes: bool) -> None:
@@ -81,22 +84,30 @@ def allow(yes: bool) -> None:
     _allowed = yes
 
 
-def _load() -> bool:
-    library = kernels().library
+def _load(dtype: torch.dtype) -> bool:
+    if dtype not in (torch.bfloat16, torch.float32):
+        return False
+    library = kernels(dtype == torch.float32).library
     if library is None:
         return False
+    _functions[dtype] = {}
     for name, signature in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = signature, None
-        _functions[name] = function
+        if dtype == torch.bfloat16 or name not in _ROUND_WEIGHTS:
+            function = _functions[dtype][name] = getattr(library, name)
+            function.argtypes, function.restype = signature, None
     return True
+
+
+def _function(name: str, like: Tensor) -> Any:
+    """The kernel for numbers such as those of ``like``."""
+    return _functions[like.dtype][name]
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """Add ``y`` to ``x`` ``[B, D]`` in place, and return ``rms_norm(x, weight)``."""
     out = torch.empty_like(x)
     added = None if y is None else y.data_ptr()
-    _functions["gw_add_norm"](x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, epsilon, offset)
+    _function("gw_add_norm", x)(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, epsilon, offset)
     return out
 
 
@@ -104,7 +115,7 @@ def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """``act(gate) * up`` for ``[B, 2F]``; ``activation``: ``silu`` or ``gelu_tanh``."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    _functions["gw_gated"](gate_up.data_ptr(), out.data_ptr(), rows, width, activation == "gelu_tanh")
+    _function("gw_gated", gate_up)(gate_up.data_ptr(), out.data_ptr(), rows, width, activation == "gelu_tanh")
     return out
 
 
@@ -126,7 +137,7 @@ def decode_attention(
     rows, kv_heads, width = len(qkv), own[0].shape[1], qkv.shape[2]
     out = qkv.new_empty(rows, heads, width)
     addresses = (qkv, cos, sin, *own, *prompt, own_lengths, group_of_row, prompt_lengths, out)
-    _functions["gw_decode_attention"](
+    _function("gw_decode_attention", qkv)(
         *(tensor.data_ptr() for tensor in addresses),
         rows,
         heads,
@@ -146,7 +157,7 @@ def draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float, gr
     tokens = torch.empty(rows, dtype=torch.long)
     logprobs = torch.empty(rows, dtype=torch.float32)
     addresses = (logits, keys, positions, tokens, logprobs)
-    _functions["gw_draw"](*(tensor.data_ptr() for tensor in addresses), rows, vocabulary, temperature, int(greedy))
+    _function("gw_draw", logits)(*(tensor.data_ptr() for tensor in addresses), rows, vocabulary, temperature, int(greedy))
     return tokens, logprobs
 
 
@@ -155,7 +166,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tupl
     out, scales = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
     width = x.shape[-1]
     addresses = (x, weight, out, scales)
-    _functions["gw_norm"](*(tensor.data_ptr() for tensor in addresses), x.numel() // width, width, epsilon, offset)
+    _function("gw_norm", x)(*(tensor.data_ptr() for tensor in addresses), x.numel() // width, width, epsilon, offset)
     return out, scales
 
 
@@ -167,7 +178,7 @@ def norm_backward(
     rows = x.numel() // width
     out, parts = torch.empty_like(x), torch.empty(-(-rows // _NORM_CHUNK), width)
     added = None if residual is None else residual.data_ptr()
-    _functions["gw_norm_backward"](
+    _function("gw_norm_backward", grad)(
         grad.data_ptr(), x.data_ptr(), scales.data_ptr(), weight.data_ptr(), added, out.data_ptr(), parts.data_ptr(), rows, width,
         _NORM_CHUNK, offset,
     )  # fmt: skip
@@ -178,7 +189,7 @@ def gated_backward(grad: Tensor, gate_up: Tensor, activation: str = "silu") -> t
     """Gradient of ``gated``'s input ``[B, 2F]``, and its output once more ``[B, F]``."""
     grad_gate_up, out = torch.empty_like(gate_up), torch.empty_like(grad)
     addresses = (grad, gate_up, grad_gate_up, out)
-    _functions["gw_gated_backward"](*(tensor.data_ptr() for tensor in addresses), *grad.shape, activation == "gelu_tanh")
+    _function("gw_gated_backward", grad)(*(tensor.data_ptr() for tensor in addresses), *grad.shape, activation == "gelu_tanh")
     return grad_gate_up, out
 
 
@@ -191,7 +202,7 @@ def soften(scores: Tensor, queries: int, unit: int, offset: int, low: Tensor | N
     top, total = scores.new_empty(*scores.shape[:-1], 1), torch.empty(*scores.shape[:-1], 1)
     addresses = [x.data_ptr() for x in (scores, top, total)]
     first = None if low is None else low.data_ptr()
-    _functions["gw_soften"](*addresses, first, total.numel(), scores.shape[-1], queries, unit, offset)
+    _function("gw_soften", scores)(*addresses, first, total.numel(), scores.shape[-1], queries, unit, offset)
     return top, total
 
 
@@ -201,18 +212,18 @@ def soften_backward(
     """Turn in place ``scores`` into weights w = exp(scores - top), and ``grads`` into (grads - delta) w. Lines as for ``soften``."""
     addresses = [x.data_ptr() for x in (scores, grads, top, delta)]
     first = None if low is None else low.data_ptr()
-    _functions["gw_soften_backward"](*addresses, first, top.numel(), scores.shape[-1], queries, unit, offset)
+    _function("gw_soften_backward", scores)(*addresses, first, top.numel(), scores.shape[-1], queries, unit, offset)
 
 
 def by_heads(rows: Tensor, index: Tensor | range, heads_first: Tensor, kv_heads: int, back: bool = False) -> None:
     """Copy rows ``[R, K * U, E]``, those at ``index``, to ``heads_first`` ``[A * K, Q * U, E]``; ``back`` copies the other way.
 
-    ``index`` is int64 ``[A * Q]``, or a range of rows (A is 1 then). Any dtype.
+    ``index`` is int64 ``[A * Q]``, or a range of rows (A is 1 then).
     """
     queries = len(index) * kv_heads // len(heads_first)
     first, address = (index.start, None) if isinstance(index, range) else (0, index.data_ptr())
     size = rows.shape[1] // kv_heads * rows.shape[2] * rows.element_size()
-    _functions["gw_by_heads"](
+    _function("gw_by_heads", rows)(
         rows.data_ptr(), address, first, heads_first.data_ptr(), len(index) // queries, queries, kv_heads, size, int(back)
     )
 
@@ -221,7 +232,7 @@ def add_by_heads(rows: Tensor, index: Tensor, heads_first: Tensor, kv_heads: int
     """Like ``by_heads`` with ``back``, added to what is there; the last row, which stands for padding, is left alone."""
     queries = len(index) * kv_heads // len(heads_first)
     width = rows.shape[1] // kv_heads * rows.shape[2]
-    _functions["gw_add_by_heads"](
+    _function("gw_add_by_heads", rows)(
         rows.data_ptr(), index.data_ptr(), len(rows) - 1, heads_first.data_ptr(), len(index) // queries, queries, kv_heads, width
     )
 
@@ -230,7 +241,7 @@ def delta(grad: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """``(grad . out) / total`` and ``grad / total`` for lines ``[..., E]``; ``total`` is fp32 ``[..., 1]``."""
     dots, divided = grad.new_empty(total.shape), torch.empty_like(grad)
     addresses = (grad, out, total, dots, divided)
-    _functions["gw_delta"](*(x.data_ptr() for x in addresses), total.numel(), grad.shape[-1])
+    _function("gw_delta", grad)(*(x.data_ptr() for x in addresses), total.numel(), grad.shape[-1])
     return dots, divided
 
 
@@ -239,7 +250,7 @@ def take_logits(logits: Tensor, top: Tensor, total: Tensor, weighted: Tensor | N
     fp32 ``[T]`` each; l is the logit over the temperature.
     """
     third = None if weighted is None else weighted.data_ptr()
-    _functions["gw_take_logits"](logits.data_ptr(), top.data_ptr(), total.data_ptr(), third, *logits.shape, temperature)
+    _function("gw_take_logits", logits)(logits.data_ptr(), top.data_ptr(), total.data_ptr(), third, *logits.shape, temperature)
 
 
 def logit_gradients(
@@ -254,7 +265,7 @@ def logit_gradients(
     (``of_entropy`` is both) -g_H p (log p + H). ``targets`` count from the slice's first column. fp32 ``[T]`` each.
     """
     pair = (None, None) if of_entropy is None else (of_entropy[0].data_ptr(), of_entropy[1].data_ptr())
-    _functions["gw_logit_gradients"](
+    _function("gw_logit_gradients", logits)(
         logits.data_ptr(), normaliser.data_ptr(), grad.data_ptr(), *pair, targets.data_ptr(), *logits.shape, temperature
     )
 
@@ -262,16 +273,16 @@ def logit_gradients(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, inverse: bool = False) -> None:
     """The rotary embedding of the first ``turned`` heads of ``x`` ``[B, heads, E]`` into ``out``; other heads are copied."""
     addresses = (x, cos, sin, out)
-    _functions["gw_rotate"](*(tensor.data_ptr() for tensor in addresses), *x.shape[:2], turned, x.shape[2], int(inverse))
+    _function("gw_rotate", x)(*(tensor.data_ptr() for tensor in addresses), *x.shape[:2], turned, x.shape[2], int(inverse))
 
 
 def merge(frozen: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor) -> None:
     """Write ``frozen + scaling * b @ a`` into ``out`` ``[rows, width]``, rounded as ``merging.dithered`` rounds; ``frozen`` is as ``out``,
     ``a`` ``[rank, width]`` and ``b`` ``[rows, rank]`` are fp32."""
-    _functions["gw_merge"](frozen.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(), *frozen.shape, len(a), scaling)
+    _function("gw_merge", out)(frozen.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(), *frozen.shape, len(a), scaling)
 
 
 def dither(exact: Tensor, out: Tensor, first_row: int, width: int) -> None:
     """Write fp32 ``exact``, rows of any ``width`` from ``first_row`` of their tensor on, into ``out``, rounded as ``merging.dithered``
     rounds."""
-    _functions["gw_dither"](exact.data_ptr(), out.data_ptr(), first_row, exact.numel() // width, width)
+    _function("gw_dither", out)(exact.data_ptr(), out.data_ptr(), first_row, exact.numel() // width, width)

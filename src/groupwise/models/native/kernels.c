@@ -1,12 +1,12 @@
-/* Fused loops for bf16 models on CPUs: what lies between the matrix products of a layer, and the attention of a decode step.
+/* Fused loops for bf16 and fp32 models on CPUs: what lies between the matrix products of a layer, and the attention of a decode step.
  *
  * PyTorch runs each of these as a chain of operations, every one a pass over memory and a meeting of all threads. A decode step has
  * some 1,500 of them. Here each chain is one loop. The file needs no header of PyTorch's: it is compiled in about two seconds, at the
  * first use on a machine (build.py), and called with plain addresses (calls.py). Written with vector extensions that GCC and Clang have
  * for every processor; nothing is specific to one but that the low half of a number comes first in memory.
  *
- * Arithmetic is fp32 within a loop and is rounded to bf16 once, when stored. No result depends on the number of threads, since each
- * row or head is one thread's from start to end.
+ * `number` is what a model is made of: bf16, or fp32 where this is compiled with -DFP32. Arithmetic is fp32 within a loop, and is rounded
+ * once, when stored. No result depends on the number of threads, since each row or head is one thread's from start to end.
  *
  * Axes: B rows, H query heads, K key-value heads, U = H / K, E head width, P prompt positions, C own positions, V vocabulary, D model
  * width, F feed-forward width.
@@ -16,38 +16,92 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef uint16_t bf16;
+/* Numbers in a register. Vectors of several registers would be split by the compiler, which GCC does through memory. */
+#ifdef __AVX512F__
 enum { LANES = 16 };
+#define LOW_PAIRS 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH_PAIRS 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX__)
+enum { LANES = 8 };
+#define LOW_PAIRS 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH_PAIRS 4, 12, 5, 13, 6, 14, 7, 15
+#else
+enum { LANES = 4 };
+#define LOW_PAIRS 0, 4, 1, 5
+#define HIGH_PAIRS 2, 6, 3, 7
+#endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t mask __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-static inline vec load(const bf16 *p) {
+#ifdef FP32
+typedef float number;
+
+static inline float widen(number x) { return x; }
+
+static inline number narrow(float x) { return x; }
+
+static inline vec load(const number *p) { return *(const vec *)p; }
+
+static inline vec rounded(vec x) { return x; }
+
+static inline void store(number *p, vec x) { *(vec *)p = x; }
+
+/* 2 * LANES numbers: the first half, and the second. */
+static inline void load_pairs(const number *p, vec *one, vec *other) {
+    *one = load(p);
+    *other = load(p + LANES);
+}
+
+static inline void store_pairs(number *p, vec one, vec other) {
+    store(p, one);
+    store(p + LANES, other);
+}
+
+static inline void in_order(float *to, vec one, vec other) { store_pairs(to, one, other); }
+
+#else
+typedef uint16_t number;
+
+static inline float widen(number x) {
+    uint32_t b = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &b, 4);
+    return y;
+}
+
+static inline number narrow(float x) {
+    uint32_t b;
+    memcpy(&b, &x, 4);
+    return (number)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+
+static inline vec load(const number *p) {
     return (vec)(__builtin_convertvector(*(const half_vec *)p, bits) << 16);
 }
 
-static inline vec round_bf16(vec x) { /* to nearest, ties to even; the value stays in fp32 */
+static inline vec rounded(vec x) { /* to nearest, ties to even; the value stays in fp32 */
     bits b = (bits)x;
     b += 0x7fff + ((b >> 16) & 1);
     return (vec)(b & 0xffff0000u);
 }
 
-static inline void store(bf16 *p, vec x) {
-    *(half_vec *)p = __builtin_convertvector(((bits)round_bf16(x)) >> 16, half_vec);
+static inline void store(number *p, vec x) {
+    *(half_vec *)p = __builtin_convertvector(((bits)rounded(x)) >> 16, half_vec);
 }
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "load_pairs takes the low half of a word for the first of two numbers");
 
 /* 2 * LANES numbers: those at even places, and those at odd ones. An operation a vector less than reading them in order. */
-static inline void load_pairs(const bf16 *p, vec *even, vec *odd) {
+static inline void load_pairs(const number *p, vec *one, vec *other) {
     const bits both = *(const bits *)p;
-    *even = (vec)(both << 16);
-    *odd = (vec)(both & 0xffff0000u);
+    *one = (vec)(both << 16);
+    *other = (vec)(both & 0xffff0000u);
 }
 
-static inline void store_pairs(bf16 *p, vec even, vec odd) {
-    *(bits *)p = ((bits)round_bf16(even) >> 16) | (bits)round_bf16(odd);
+static inline void store_pairs(number *p, vec one, vec other) {
+    *(bits *)p = ((bits)rounded(one) >> 16) | (bits)rounded(other);
 }
 
 #ifdef __clang__
@@ -57,10 +111,11 @@ static inline void store_pairs(bf16 *p, vec even, vec odd) {
 #endif
 
 /* Pairs in order again. */
-static inline void in_order(float *to, vec even, vec odd) {
-    *(vec *)to = CHOOSE(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    *(vec *)(to + LANES) = CHOOSE(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+static inline void in_order(float *to, vec one, vec other) {
+    *(vec *)to = CHOOSE(one, other, LOW_PAIRS);
+    *(vec *)(to + LANES) = CHOOSE(one, other, HIGH_PAIRS);
 }
+#endif
 
 static inline vec splat(float x) { return x - (vec){0}; }
 
@@ -102,24 +157,24 @@ static inline vec exponential(vec given) {
 static inline vec sigmoid(vec x) { return 1.0f / (1.0f + exponential(-x)); }
 
 /* One row of a norm: x * scale, rounded, times weight; with an offset x * scale * (offset + weight), rounded once (Gemma's). */
-static inline void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t width, float scale, float offset) {
+static inline void norm_row(const number *x, const number *weight, number *out, int64_t width, float scale, float offset) {
     if (offset == 0)
-        for (int64_t i = 0; i < width; i += LANES) store(out + i, round_bf16(load(x + i) * scale) * load(weight + i));
+        for (int64_t i = 0; i < width; i += LANES) store(out + i, rounded(load(x + i) * scale) * load(weight + i));
     else
         for (int64_t i = 0; i < width; i += LANES) store(out + i, load(x + i) * scale * (offset + load(weight + i)));
 }
 
 /* x += y (y may be NULL), then out = x / rms(x) * (offset + weight), row by row. */
 void gw_add_norm(
-    bf16 *x, const bf16 *y, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float epsilon, float offset) {
+    number *x, const number *y, const number *weight, number *out, int64_t rows, int64_t width, float epsilon, float offset) {
 #pragma omp parallel for schedule(static) if (rows * width > 65536)
     for (int64_t row = 0; row < rows; row++) {
-        bf16 *in = x + row * width, *to = out + row * width;
+        number *in = x + row * width, *to = out + row * width;
         vec squares = {0};
         for (int64_t i = 0; i < width; i += LANES) {
             vec v = load(in + i);
             if (y) {
-                v = round_bf16(v + load(y + row * width + i));
+                v = rounded(v + load(y + row * width + i));
                 store(in + i, v);
             }
             squares += v * v;
@@ -134,10 +189,10 @@ void gw_add_norm(
 #define GELU_CUBE 0.044715f
 
 /* out = act(gate) * up for gate_up [rows, 2F]; act is SiLU, or GELU by tanh. */
-void gw_gated(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width, int gelu) {
+void gw_gated(const number *gate_up, number *out, int64_t rows, int64_t width, int gelu) {
 #pragma omp parallel for schedule(static) if (rows * width > 8192)
     for (int64_t row = 0; row < rows; row++) {
-        const bf16 *gate = gate_up + 2 * row * width, *up = gate + width;
+        const number *gate = gate_up + 2 * row * width, *up = gate + width;
         if (gelu)
             for (int64_t i = 0; i < width; i += LANES) {
                 vec g = load(gate + i);
@@ -153,7 +208,7 @@ void gw_gated(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width, int g
 
 /* Scores of `queries` (1 to 4) heads against 2 * LANES keys whose columns lie `stride` apart. */
 #define SCORES(QUERIES)                                                                                                    \
-    static void scores_##QUERIES(const float *q, const bf16 *keys, int64_t stride, int64_t width, float *to, int64_t room) { \
+    static void scores_##QUERIES(const float *q, const number *keys, int64_t stride, int64_t width, float *to, int64_t room) { \
         vec even[QUERIES] = {{0}}, odd[QUERIES] = {{0}}, a, b;                                                             \
         for (int64_t e = 0; e < width; e++) {                                                                              \
             load_pairs(keys + e * stride, &a, &b);                                                                         \
@@ -167,7 +222,7 @@ SCORES(1) SCORES(2) SCORES(3) SCORES(4)
  * LANES outputs are held as pairs: the even ones, then the odd ones. */
 #define VALUES(QUERIES)                                                                                                    \
     static void values_##QUERIES(                                                                                          \
-        const float *weights, int64_t room, const bf16 *values, int64_t count, int64_t width, float *to) {                 \
+        const float *weights, int64_t room, const number *values, int64_t count, int64_t width, float *to) {                 \
         vec even[QUERIES], odd[QUERIES], a, b;                                                                             \
         for (int u = 0; u < QUERIES; u++) even[u] = *(vec *)(to + u * width), odd[u] = *(vec *)(to + u * width + LANES);   \
         for (int64_t c = 0; c < count; c++) {                                                                              \
@@ -178,19 +233,19 @@ SCORES(1) SCORES(2) SCORES(3) SCORES(4)
     }
 VALUES(1) VALUES(2) VALUES(3) VALUES(4)
 
-typedef void (*scores_of)(const float *, const bf16 *, int64_t, int64_t, float *, int64_t);
-typedef void (*values_of)(const float *, int64_t, const bf16 *, int64_t, int64_t, float *);
+typedef void (*scores_of)(const float *, const number *, int64_t, int64_t, float *, int64_t);
+typedef void (*values_of)(const float *, int64_t, const number *, int64_t, int64_t, float *);
 static const scores_of SCORES_OF[] = {scores_1, scores_2, scores_3, scores_4};
 static const values_of VALUES_OF[] = {values_1, values_2, values_3, values_4};
 
 /* Scores of U heads against the first `count` of keys stored [E, room]. */
-static void score(const float *q, int64_t heads, const bf16 *keys, int64_t count, int64_t room, int64_t width, float *to, int64_t line) {
+static void score(const float *q, int64_t heads, const number *keys, int64_t count, int64_t room, int64_t width, float *to, int64_t line) {
     for (int64_t c = 0; c < count; c += 2 * LANES)
         for (int64_t u = 0; u < heads; u += 4)
             SCORES_OF[(heads - u < 4 ? heads - u : 4) - 1](q + u * width, keys + c, room, width, to + u * line + c, line);
 }
 
-static void weigh(const float *weights, int64_t heads, int64_t line, const bf16 *values, int64_t count, int64_t width, float *to) {
+static void weigh(const float *weights, int64_t heads, int64_t line, const number *values, int64_t count, int64_t width, float *to) {
     for (int64_t e = 0; e < width; e += 2 * LANES)
         for (int64_t u = 0; u < heads; u += 4)
             VALUES_OF[(heads - u < 4 ? heads - u : 4) - 1](weights + u * line, line, values + e, count, width, to + u * width + e);
@@ -219,12 +274,12 @@ static float soften(
 }
 
 /* The rotary embedding of one head (two halves), times `scale`, rounded to bf16 before scaling. */
-static void rotate(const bf16 *x, const bf16 *cosine, const bf16 *sine, int64_t width, float scale, float *to) {
+static void rotate(const number *x, const number *cosine, const number *sine, int64_t width, float scale, float *to) {
     int64_t half = width / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
-        *(vec *)(to + i) = round_bf16(a * c - b * s) * scale;
-        *(vec *)(to + half + i) = round_bf16(b * c + a * s) * scale;
+        *(vec *)(to + i) = rounded(a * c - b * s) * scale;
+        *(vec *)(to + half + i) = rounded(b * c + a * s) * scale;
     }
 }
 
@@ -233,8 +288,8 @@ static void rotate(const bf16 *x, const bf16 *cosine, const bf16 *sine, int64_t 
  * prompt_values [S, K, P, E]; own_lengths [B] before this token; group_of_row [B]; prompt_lengths [S]; out [B, H, E].
  * C and P are multiples of 32, E too. A token sees the last `window` positions, itself included; all where it is 0. */
 void gw_decode_attention(
-    const bf16 *qkv, const bf16 *cosine, const bf16 *sine, bf16 *own_keys, bf16 *own_values, const bf16 *prompt_keys,
-    const bf16 *prompt_values, const int64_t *own_lengths, const int64_t *group_of_row, const int64_t *prompt_lengths, bf16 *out,
+    const number *qkv, const number *cosine, const number *sine, number *own_keys, number *own_values, const number *prompt_keys,
+    const number *prompt_values, const int64_t *own_lengths, const int64_t *group_of_row, const int64_t *prompt_lengths, number *out,
     int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int64_t own_room, int64_t prompt_room, int64_t window,
     float scale) {
     const int64_t unit = heads / kv_heads, line = prompt_room + own_room;
@@ -245,12 +300,12 @@ void gw_decode_attention(
 #pragma omp for schedule(dynamic, 4)
         for (int64_t task = 0; task < rows * kv_heads; task++) {
             const int64_t row = task / kv_heads, k = task % kv_heads, at = own_lengths[row], group = group_of_row[row];
-            const bf16 *in = qkv + row * (heads + 2 * kv_heads) * width;
-            const bf16 *c = cosine + row * width / 2, *s = sine + row * width / 2;
-            bf16 *keys = own_keys + task * width * own_room, *values = own_values + task * width * own_room;
+            const number *in = qkv + row * (heads + 2 * kv_heads) * width;
+            const number *c = cosine + row * width / 2, *s = sine + row * width / 2;
+            number *keys = own_keys + task * width * own_room, *values = own_values + task * width * own_room;
             rotate(in + (heads + k) * width, c, s, width, 1.0f, q);
-            for (int64_t e = 0; e < width; e++) keys[e * own_room + at] = (bf16)(((const uint32_t *)q)[e] >> 16);
-            memcpy(values + at * width, in + (heads + kv_heads + k) * width, width * sizeof(bf16));
+            for (int64_t e = 0; e < width; e++) keys[e * own_room + at] = narrow(q[e]);
+            memcpy(values + at * width, in + (heads + kv_heads + k) * width, width * sizeof(number));
             for (int64_t u = 0; u < unit; u++) rotate(in + (k * unit + u) * width, c, s, width, scale, q + u * width);
 
             const int64_t prompt = prompt_lengths[group], head = (group * kv_heads + k) * width * prompt_room;
@@ -287,14 +342,11 @@ static double uniform(int64_t key, int64_t position) { /* splitmix64, as engines
 
 enum { BLOCK = 256 };
 
-static vec scaled(const bf16 *logits, int64_t at, int64_t count, float temperature) {
+static vec scaled(const number *logits, int64_t at, int64_t count, float temperature) {
     if (at + LANES <= count) return load(logits + at) / temperature;
     vec part;
     for (int i = 0; i < LANES; i++) {
-        uint32_t b = at + i < count ? (uint32_t)logits[at + i] << 16 : 0xff800000u; /* -inf past the end */
-        float x;
-        memcpy(&x, &b, 4);
-        part[i] = x / temperature;
+        part[i] = (at + i < count ? widen(logits[at + i]) : -INFINITY) / temperature;
     }
     return part;
 }
@@ -302,7 +354,7 @@ static vec scaled(const bf16 *logits, int64_t at, int64_t count, float temperatu
 /* One token a row by the inverse of the cumulative distribution of softmax(logits / temperature), and its log-probability.
  * With `greedy`, the most likely token (the first of equals). logits [B, V]; keys, positions [B]. */
 void gw_draw(
-    const bf16 *logits, const int64_t *keys, const int64_t *positions, int64_t *tokens, float *logprobs, int64_t rows,
+    const number *logits, const int64_t *keys, const int64_t *positions, int64_t *tokens, float *logprobs, int64_t rows,
     int64_t vocabulary, float temperature, int greedy) {
     const int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
 #pragma omp parallel
@@ -310,7 +362,7 @@ void gw_draw(
         double *mass = malloc(sizeof(double) * blocks);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t row = 0; row < rows; row++) {
-            const bf16 *in = logits + row * vocabulary;
+            const number *in = logits + row * vocabulary;
             vec most = splat(-INFINITY);
             for (int64_t i = 0; i < vocabulary; i += LANES) most = larger(scaled(in, i, vocabulary, temperature), most);
             const float top = largest(most);
@@ -354,21 +406,21 @@ void gw_draw(
 
 /* ---- Learning: element-wise passes, forward and backward ---- */
 
-static vec load_part(const bf16 *p, int64_t count) { /* past `count`: zeros */
+static vec load_part(const number *p, int64_t count) { /* past `count`: zeros */
     if (count >= LANES) return load(p);
-    bf16 part[LANES] = {0};
-    memcpy(part, p, count * sizeof(bf16));
+    number part[LANES] = {0};
+    memcpy(part, p, count * sizeof(number));
     return load(part);
 }
 
-static void store_part(bf16 *p, vec x, int64_t count) {
+static void store_part(number *p, vec x, int64_t count) {
     if (count >= LANES) {
         store(p, x);
         return;
     }
-    bf16 part[LANES];
+    number part[LANES];
     store(part, x);
-    memcpy(p, part, count * sizeof(bf16));
+    memcpy(p, part, count * sizeof(number));
 }
 
 static inline vec counting(void) {
@@ -377,25 +429,12 @@ static inline vec counting(void) {
     return x;
 }
 
-static inline float widen(bf16 x) {
-    uint32_t b = (uint32_t)x << 16;
-    float y;
-    memcpy(&y, &b, 4);
-    return y;
-}
-
-static inline bf16 narrow(float x) {
-    uint32_t b;
-    memcpy(&b, &x, 4);
-    return (bf16)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-}
-
 /* out = x / rms(x) * (offset + weight), and 1 / rms of each row. */
 void gw_norm(
-    const bf16 *x, const bf16 *weight, bf16 *out, float *scales, int64_t rows, int64_t width, float epsilon, float offset) {
+    const number *x, const number *weight, number *out, float *scales, int64_t rows, int64_t width, float epsilon, float offset) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        const bf16 *in = x + row * width;
+        const number *in = x + row * width;
         vec squares = {0};
         for (int64_t i = 0; i < width; i += LANES) {
             vec v = load(in + i);
@@ -409,7 +448,7 @@ void gw_norm(
 /* Gradients of gw_norm. grad_x gets `residual` added (unless NULL); the weight's gradient is summed in `parts` [ceil(rows / chunk), D],
  * one line for each `chunk` rows. */
 void gw_norm_backward(
-    const bf16 *grad, const bf16 *x, const float *scales, const bf16 *weight, const bf16 *residual, bf16 *grad_x, float *parts,
+    const number *grad, const number *x, const float *scales, const number *weight, const number *residual, number *grad_x, float *parts,
     int64_t rows, int64_t width, int64_t chunk, float offset) {
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < (rows + chunk - 1) / chunk; part++) {
@@ -427,7 +466,7 @@ void gw_norm_backward(
             const float dot = sum(products) / width;
             for (int64_t i = 0; i < width; i += LANES) {
                 vec back = (load(grad + at + i) * (offset + load(weight + i)) - load(x + at + i) * scale * dot) * scale;
-                if (residual) back = round_bf16(back) + load(residual + at + i);
+                if (residual) back = rounded(back) + load(residual + at + i);
                 store(grad_x + at + i, back);
             }
         }
@@ -436,7 +475,7 @@ void gw_norm_backward(
 
 /* Gradient of gw_gated's input, and its output once more. */
 void gw_gated_backward(
-    const bf16 *grad, const bf16 *gate_up, bf16 *grad_gate_up, bf16 *out, int64_t rows, int64_t width, int gelu) {
+    const number *grad, const number *gate_up, number *grad_gate_up, number *out, int64_t rows, int64_t width, int gelu) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t gate = 2 * row * width, up = gate + width, at = row * width;
@@ -464,18 +503,18 @@ static inline int64_t seen(int64_t line, int64_t queries, int64_t unit, int64_t 
 }
 
 /* Set the scores of keys before the first that a line may see to minus infinity: `low` [queries], or NULL where there are none. */
-static inline void hide(bf16 *scores, const int64_t *low, int64_t line, int64_t queries, int64_t unit) {
+static inline void hide(number *scores, const int64_t *low, int64_t line, int64_t queries, int64_t unit) {
     const int64_t first = low ? low[line % (queries * unit) / unit] : 0;
-    for (int64_t i = 0; i < first; i++) scores[i] = 0xff80;
+    for (int64_t i = 0; i < first; i++) scores[i] = narrow(-INFINITY);
 }
 
 /* In place: e^(s - max) of each line of scores [lines, keys] where the line may see, else 0; the max, and the sum of the new line. */
 void gw_soften(
-    bf16 *scores, bf16 *top, float *total, const int64_t *low, int64_t lines, int64_t keys, int64_t queries, int64_t unit,
+    number *scores, number *top, float *total, const int64_t *low, int64_t lines, int64_t keys, int64_t queries, int64_t unit,
     int64_t offset) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < lines; line++) {
-        bf16 *s = scores + line * keys;
+        number *s = scores + line * keys;
         const int64_t count = seen(line, queries, unit, offset, keys);
         hide(s, low, line, queries, unit);
         vec most = splat(-INFINITY), sums = {0};
@@ -486,7 +525,7 @@ void gw_soften(
         for (int64_t i = 0; i < keys; i += LANES) {
             vec w = {0};
             if (i < count)
-                w = pick(places < (float)(count - i), round_bf16(exponential(load_part(s + i, keys - i) - highest)), w);
+                w = pick(places < (float)(count - i), rounded(exponential(load_part(s + i, keys - i) - highest)), w);
             sums += w;
             store_part(s + i, w, keys - i);
         }
@@ -497,11 +536,11 @@ void gw_soften(
 
 /* In place, for lines as of gw_soften: scores to weights w = e^(s - top), and grads g to (g - delta) w. */
 void gw_soften_backward(
-    bf16 *scores, bf16 *grads, const bf16 *top, const bf16 *delta, const int64_t *low, int64_t lines, int64_t keys,
+    number *scores, number *grads, const number *top, const number *delta, const int64_t *low, int64_t lines, int64_t keys,
     int64_t queries, int64_t unit, int64_t offset) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < lines; line++) {
-        bf16 *s = scores + line * keys, *g = grads + line * keys;
+        number *s = scores + line * keys, *g = grads + line * keys;
         const int64_t count = seen(line, queries, unit, offset, keys);
         hide(s, low, line, queries, unit);
         const float t = widen(top[line]), d = widen(delta[line]);
@@ -509,7 +548,7 @@ void gw_soften_backward(
         for (int64_t i = 0; i < keys; i += LANES) {
             vec w = {0};
             if (i < count)
-                w = pick(places < (float)(count - i), round_bf16(exponential(load_part(s + i, keys - i) - t)), w);
+                w = pick(places < (float)(count - i), rounded(exponential(load_part(s + i, keys - i) - t)), w);
             store_part(g + i, (load_part(g + i, keys - i) - d) * w, keys - i);
             store_part(s + i, w, keys - i);
         }
@@ -534,16 +573,16 @@ void gw_by_heads(
 
 /* As gw_by_heads back to rows, added to what is there; `width` bf16 numbers a head. No row may be named twice, but for row `skipped`. */
 void gw_add_by_heads(
-    bf16 *rows, const int64_t *index, int64_t skipped, const bf16 *values, int64_t sequences, int64_t queries, int64_t heads,
+    number *rows, const int64_t *index, int64_t skipped, const number *values, int64_t sequences, int64_t queries, int64_t heads,
     int64_t width) {
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < sequences * queries; i++) {
         if (index[i] == skipped) continue;
-        bf16 *row = rows + index[i] * heads * width;
-        const bf16 *from = values + (i / queries * heads * queries + i % queries) * width;
+        number *row = rows + index[i] * heads * width;
+        const number *from = values + (i / queries * heads * queries + i % queries) * width;
         for (int64_t head = 0; head < heads; head++)
             for (int64_t e = 0; e < width; e += LANES) {
-                bf16 *at = row + head * width + e;
+                number *at = row + head * width + e;
                 store(at, load(at) + load(from + head * queries * width + e));
             }
     }
@@ -551,7 +590,7 @@ void gw_add_by_heads(
 
 /* For each line of E numbers: delta = (grad . out) / total, and grad / total. */
 void gw_delta(
-    const bf16 *grad, const bf16 *out, const float *total, bf16 *delta, bf16 *divided, int64_t lines, int64_t width) {
+    const number *grad, const number *out, const float *total, number *delta, number *divided, int64_t lines, int64_t width) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < lines; line++) {
         const float factor = 1.0f / total[line];
@@ -568,10 +607,10 @@ void gw_delta(
 /* Take a slice of logits [rows, columns], divided by the temperature, into each row's running maximum, sum of e^(l - max) and (unless
  * NULL) sum of e^(l - max) (l - max). */
 void gw_take_logits(
-    const bf16 *logits, float *top, float *total, float *weighted, int64_t rows, int64_t columns, float temperature) {
+    const number *logits, float *top, float *total, float *weighted, int64_t rows, int64_t columns, float temperature) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        const bf16 *in = logits + row * columns;
+        const number *in = logits + row * columns;
         vec most = splat(-INFINITY), sums = {0}, products = {0};
         const float factor = 1.0f / temperature;
         for (int64_t i = 0; i < columns; i += LANES) {
@@ -595,11 +634,11 @@ void gw_take_logits(
 /* Logits [rows, columns] to their gradient, in place, with p = e^(l / temperature - normaliser): grad (onehot(target) - p) - entropy's
  * p (log p + entropy) grad_entropy. targets count from the slice's first column; grad_entropy and entropy may be NULL. */
 void gw_logit_gradients(
-    bf16 *logits, const float *normaliser, const float *grad, const float *grad_entropy, const float *entropy,
+    number *logits, const float *normaliser, const float *grad, const float *grad_entropy, const float *entropy,
     const int64_t *targets, int64_t rows, int64_t columns, float temperature) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        bf16 *in = logits + row * columns;
+        number *in = logits + row * columns;
         const int64_t target = targets[row];
         const float factor = 1.0f / temperature, g = grad[row], of_entropy = entropy ? grad_entropy[row] : 0;
         const float h = entropy ? entropy[row] : 0;
@@ -619,7 +658,7 @@ void gw_logit_gradients(
 /* The rotary embedding of the first `turned` of `heads` heads of x [rows, heads, E] into out (not x); the rest is copied. `inverse`
  * turns back. */
 void gw_rotate(
-    const bf16 *x, const bf16 *cosine, const bf16 *sine, bf16 *out, int64_t rows, int64_t heads, int64_t turned, int64_t width,
+    const number *x, const number *cosine, const number *sine, number *out, int64_t rows, int64_t heads, int64_t turned, int64_t width,
     int inverse) {
     const int64_t half = width / 2;
     const float sign = inverse ? -1.0f : 1.0f;
@@ -635,17 +674,18 @@ void gw_rotate(
             }
         }
         const int64_t rest = (row * heads + turned) * width;
-        memcpy(out + rest, x + rest, (heads - turned) * width * sizeof(bf16));
+        memcpy(out + rest, x + rest, (heads - turned) * width * sizeof(number));
     }
 }
 
+#ifndef FP32
 /* ---- Weights rounded from fp32: masters, and adapters merged ---- */
 
 enum { GOLDEN = 0x9E37, PLASTIC = 0xC13F }; /* as models/merging.py has them */
 
 /* `count` rows of gw_merge from `row` on. */
 static inline __attribute__((always_inline)) void merge_rows(
-    const bf16 *frozen, const float *a, const float *b, bf16 *out, int64_t row, const int count, int64_t width, int64_t rank,
+    const number *frozen, const float *a, const float *b, number *out, int64_t row, const int count, int64_t width, int64_t rank,
     float scaling) {
     bits steps;
     for (int i = 0; i < LANES; i++) steps[i] = (uint32_t)i * PLASTIC;
@@ -666,7 +706,7 @@ static inline __attribute__((always_inline)) void merge_rows(
 /* out = frozen + scaling * b a, rounded by the thresholds of merging.py's `dithered`; frozen, out [rows, width], a [rank, width] and
  * b [rows, rank] in fp32. */
 void gw_merge(
-    const bf16 *frozen, const float *a, const float *b, bf16 *out, int64_t rows, int64_t width, int64_t rank, float scaling) {
+    const number *frozen, const float *a, const float *b, number *out, int64_t rows, int64_t width, int64_t rank, float scaling) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row += 8) {
         if (row + 8 <= rows) merge_rows(frozen, a, b, out, row, 8, width, rank, scaling);
@@ -676,13 +716,13 @@ void gw_merge(
 }
 
 /* fp32 `exact` [rows, width], rows from `start` of their tensor on, into out, rounded by the thresholds of merging.py's `dithered`. */
-void gw_dither(const float *exact, bf16 *out, int64_t start, int64_t rows, int64_t width) {
+void gw_dither(const float *exact, number *out, int64_t start, int64_t rows, int64_t width) {
     bits steps;
     for (int i = 0; i < LANES; i++) steps[i] = (uint32_t)i * PLASTIC;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const uint32_t *in = (const uint32_t *)(exact + row * width);
-        bf16 *to = out + row * width;
+        number *to = out + row * width;
         const uint32_t first = (uint32_t)(start + row) * GOLDEN;
         int64_t c = 0;
         for (; c + LANES <= width; c += LANES) {
@@ -692,3 +732,4 @@ void gw_dither(const float *exact, bf16 *out, int64_t start, int64_t rows, int64
         for (; c < width; c++) to[c] = (in[c] + ((first + (uint32_t)c * PLASTIC) & 0xffff)) >> 16;
     }
 }
+#endif
