@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from groupwise.config.schema import ModelConfig
-from groupwise.engines.builtin.decode import plain_product, rearranged_product, rearranging_helps
+from groupwise.engines.builtin.decode import ALLOWED, plain_product, rearranged_product, rearranging_helps
 from groupwise.models import devices, ops
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
 
@@ -142,8 +142,9 @@ def test_the_inverse_rotation_is_the_transpose():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype):
+def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype, monkeypatch):
     """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error."""
+    monkeypatch.setitem(ALLOWED, "rearranged", True)
     weight, x, bias = torch.randn(32, 16).to(dtype), torch.randn(4, 16).to(dtype), torch.randn(32).to(dtype)
     if rearranging_helps(weight):
         torch.testing.assert_close(rearranged_product(weight, bias)(x), plain_product(weight, bias)(x))

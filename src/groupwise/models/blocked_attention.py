@@ -171,7 +171,7 @@ def _own_rows(rows: Tensor, index: Tensor, sequences: int, kv_heads: int) -> Ten
         native.by_heads(rows, index, laid, kv_heads)
         return laid
     picked = rows.index_select(0, index).view(sequences, -1, kv_heads, rows.shape[1] // kv_heads, rows.shape[2])
-    return picked.transpose(1, 2).reshape(sequences * kv_heads, -1, rows.shape[2])
+    return picked.transpose(1, 2).reshape(sequences * kv_heads, -1, rows.shape[2]).contiguous()  # with K = H that can be a view
 
 
 def _put_own(out: Tensor, index: Tensor, values: Tensor, block: OwnBlock, kv_heads: int) -> None:
@@ -200,7 +200,7 @@ def _shared_rows(rows: Tensor, first: int, count: int, kv_heads: int) -> Tensor:
         native.by_heads(rows, range(first, first + count), laid, kv_heads)
         return laid
     part = rows[first : first + count].view(count, kv_heads, -1, rows.shape[2])
-    return part.transpose(0, 1).reshape(kv_heads, -1, rows.shape[2])
+    return part.transpose(0, 1).reshape(kv_heads, -1, rows.shape[2]).contiguous()
 
 
 def _from_shared(values: Tensor, count: int) -> Tensor:

@@ -71,7 +71,9 @@ class Draw:
         Greedy tokens are scored under the plain softmax at the settings' temperature.
         """
         if self._plain and fits(logits):
-            return draw(logits.contiguous(), keys, positions, self.settings.temperature, self.settings.greedy)
+            return draw(
+                logits.contiguous(), keys.contiguous(), positions.contiguous(), self.settings.temperature, self.settings.greedy
+            )
         weights = self._weights(len(logits))
         scaled = weights[:, : self.vocabulary]
         scaled.copy_(logits)

@@ -88,11 +88,10 @@ def _loaded(command: list[str], version: str) -> ctypes.CDLL:
             if last:
                 raise
         else:
-            try:
-                if _is_sound(handle):
-                    return ctypes.CDLL(f"/proc/self/fd/{handle}")
-            finally:
-                os.close(handle)
+            if _is_sound(handle):
+                # It stays open: the loader knows libraries by their names, and would take a second one at this number for the first.
+                return ctypes.CDLL(f"/proc/self/fd/{handle}")
+            os.close(handle)
         if not last:
             _build(command, path)
     raise OSError(f"{path} is not what was written there")
