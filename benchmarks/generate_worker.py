@@ -55,7 +55,7 @@ def _lengths(completions: torch.Tensor, end_token_ids: list[int]) -> list[int]:
 
 def main(commands: Commands, settings: dict[str, Any]) -> None:
     torch.set_num_threads(settings["threads"])
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"])).eval()
     commands.answer(ready=True)
     for command in commands:
         taken, lengths = generate_forced(model, command["prompts"], command["lengths"], settings["end_token_ids"])

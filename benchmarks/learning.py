@@ -4,7 +4,8 @@ Task and model are the quickstart's, with the rewards `correctness` and `format`
 has its own; from its weights both libraries see the same problems in the same order, with the same hyper-parameters, on the same cores, one
 after the other and by turns who is first. Weights are kept every few steps with the seconds of training until then, and judged afterwards
 by one evaluator on the same held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with what is
-left. With ``model.dtype=float32`` both compute in float32; else both keep float32 weights and compute in bfloat16, each as it rounds them.
+left. With ``model.dtype=float32`` both compute in float32; else, on a processor that has it, both keep float32 weights
+and compute in bfloat16, each as it rounds them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from groupwise.data.order import problems_for_step
 from groupwise.data.prompts import resolve_system
 from groupwise.data.sources import load_problems
 from groupwise.evaluation import evaluate_model
+from groupwise.models.devices import with_dtype
 
 __all__ = ["EXPERIMENT", "against", "difference", "draw", "joined", "main", "over_seeds", "reached", "report", "rows_of", "run"]
 
@@ -107,7 +109,8 @@ def run(args: argparse.Namespace) -> Result:
 
 def _config(args: argparse.Namespace, *more: str) -> Config:
     given = [f"evaluation.problems={args.problems}", "evaluation.modes=[sampled]", "evaluation.show=0", *args.settings, *more]
-    return load_config(args.recipe, [*settings_of(args.recipe), *given, f"training.threads={args.threads}"])
+    config = load_config(args.recipe, [*settings_of(args.recipe), *given, f"training.threads={args.threads}"])
+    return config.model_copy(update={"model": with_dtype(config.model)})
 
 
 def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:

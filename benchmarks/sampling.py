@@ -1,6 +1,7 @@
 """Sampling speed in tokens/s at several batch sizes, against transformers' `generate` and vLLM's CPU build.
 
-Same bf16 weights, prompts and completion lengths on every side: ours samples, and the others are given the lengths that came out.
+Same weights (bf16, or fp32 on CPUs without instructions for it), prompts and completion lengths on every side: ours samples, and the others
+are given the lengths that came out.
 Sides live in processes of their own and take turns. vLLM is measured where `--vllm-python` names an interpreter that has it.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 from benchmarks.common import Result, finish, median, parser, print_table, quotient
 from benchmarks.workers import Worker, WorkerDied
 from groupwise.config.schema import ModelConfig
+from groupwise.models.devices import with_dtype
 from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
 from groupwise.models.load import end_token_ids, load_model_config, load_tokenizer
 
@@ -68,6 +70,7 @@ def _start(args: argparse.Namespace, model: str) -> dict[str, Worker]:
     settings: dict[str, Any] = {
         "role": "sampling", "model": model, "max_tokens": args.max_tokens, "max_rows": max(args.sequences), "end_token_ids": ends,
         "max_model_tokens": 256 + args.max_tokens, "eager": args.vllm_eager,
+        "dtype": with_dtype(config).dtype,
     }  # fmt: skip
     workers = {"ours": Worker("benchmarks.ours_worker", settings, threads=args.threads)}
     if args.ours_only:

@@ -20,6 +20,7 @@ from benchmarks.forced import ForcedLengths
 from benchmarks.workers import Commands, serve
 from benchmarks.workload import SYSTEM, even_tokens, problems
 from groupwise.memory import peak_memory_bytes
+from groupwise.models.devices import computes_bf16
 
 __all__ = ["make_trainer"]
 
@@ -52,13 +53,13 @@ class Clock:
 
 
 def make_trainer(settings: dict[str, Any]) -> GRPOTrainer:
-    """TRL at W, with the fastest settings found for it on CPUs: fp32 weights under bf16 autocast, as many completions at a time as
-    a group has, gradients accumulated over the groups, sdpa, no checkpointing."""
+    """TRL at W, with the fastest settings found for it on CPUs: fp32 weights, under bf16 autocast where the processor has instructions for
+    it, as many completions at a time as a group has, gradients accumulated over the groups, sdpa, no checkpointing."""
     workload = settings["workload"]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, attn_implementation="sdpa")
     arguments = GRPOConfig(
-        output_dir=settings["folder"], use_cpu=True, bf16=True, gradient_checkpointing=False,
+        output_dir=settings["folder"], use_cpu=True, bf16=computes_bf16(), gradient_checkpointing=False,
         per_device_train_batch_size=workload["completions"], gradient_accumulation_steps=workload["groups"],
         num_generations=workload["completions"], max_completion_length=workload["max_tokens"], num_iterations=1,
         temperature=1.0, top_p=1.0, top_k=0, beta=0.04, loss_type="grpo", scale_rewards="group", learning_rate=1e-12,

@@ -18,7 +18,7 @@ def main(commands: Commands, settings: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        model=settings["model"], dtype="bfloat16", max_model_len=settings["max_model_tokens"],
+        model=settings["model"], dtype=settings.get("dtype", "bfloat16"), max_model_len=settings["max_model_tokens"],
         max_num_seqs=settings["max_rows"], enforce_eager=settings["eager"], generation_config="vllm", **settings.get("more", {}),
     )  # fmt: skip
     commands.answer(ready=True, version=_version())

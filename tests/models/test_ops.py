@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from groupwise.config.schema import ModelConfig
-from groupwise.engines.builtin.decode import ALLOWED, plain_product, rearranged_product, rearranging_helps
+from groupwise.engines.builtin import decode
 from groupwise.models import devices, ops
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
 
@@ -77,6 +77,8 @@ def by_library(monkeypatch):
 @pytest.mark.parametrize("name", ["rms_norm", "head_norm", "rms_norm of 1 + weight"])
 def test_norms_by_the_library_s_kernel(name, by_library, monkeypatch):
     """But for those with an offset, which keep to operations."""
+    import torch.distributed.tensor  # comparing imports it, and it looks at the operation that is replaced here
+
     called = []
     kernel = torch.ops.aten._fused_rms_norm
     monkeypatch.setattr(torch.ops.aten, "_fused_rms_norm", lambda *given: called.append(None) or kernel(*given))
@@ -144,13 +146,28 @@ def test_the_inverse_rotation_is_the_transpose():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype, monkeypatch):
     """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error."""
-    monkeypatch.setitem(ALLOWED, "rearranged", True)
+    monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
     weight, x, bias = torch.randn(32, 16).to(dtype), torch.randn(4, 16).to(dtype), torch.randn(32).to(dtype)
-    if rearranging_helps(weight):
-        torch.testing.assert_close(rearranged_product(weight, bias)(x), plain_product(weight, bias)(x))
-    elif dtype != torch.float16:
-        narrow = dtype == torch.bfloat16
-        assert not torch.backends.mkldnn.is_available() or (narrow and not torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if decode.rearranging_helps(weight):
+        assert dtype != torch.float16
+        torch.testing.assert_close(decode.rearranged_product(weight, bias)(x), decode.plain_product(weight, bias)(x))
+    elif dtype == torch.bfloat16:
+        assert not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def test_fp32_weights_are_rearranged_only_where_rows_are_rounded_as_alone(monkeypatch):
+    monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
+    decode._rows_are_alone.cache_clear()
+    weight, x = torch.randn(160, 96), torch.randn(24, 96)
+    if decode.rearranging_helps(weight):
+        for hint in (1, 64):
+            product = decode.rearranged_product(weight, rows=hint)
+            assert all(torch.equal(product(x[:rows]), product(x)[:rows]) for rows in range(1, 24))
+    real = decode.rearranged_product
+    monkeypatch.setattr(decode, "rearranged_product", lambda weight: lambda x: real(weight)(x) + 1e-6 * len(x))
+    decode._rows_are_alone.cache_clear()
+    assert not decode.rearranging_helps(weight)
+    decode._rows_are_alone.cache_clear()
 
 
 @pytest.mark.parametrize(

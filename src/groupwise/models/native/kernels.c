@@ -49,17 +49,17 @@ static inline vec rounded(vec x) { return x; }
 static inline void store(number *p, vec x) { *(vec *)p = x; }
 
 /* 2 * LANES numbers: the first half, and the second. */
-static inline void load_pairs(const number *p, vec *one, vec *other) {
+static inline void load_pairs(const number *p, vec *one, vec *two) {
     *one = load(p);
-    *other = load(p + LANES);
+    *two = load(p + LANES);
 }
 
-static inline void store_pairs(number *p, vec one, vec other) {
+static inline void store_pairs(number *p, vec one, vec two) {
     store(p, one);
-    store(p + LANES, other);
+    store(p + LANES, two);
 }
 
-static inline void in_order(float *to, vec one, vec other) { store_pairs(to, one, other); }
+static inline void in_order(float *to, vec one, vec two) { store_pairs(to, one, two); }
 
 #else
 typedef uint16_t number;
@@ -94,14 +94,14 @@ static inline void store(number *p, vec x) {
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "load_pairs takes the low half of a word for the first of two numbers");
 
 /* 2 * LANES numbers: those at even places, and those at odd ones. An operation a vector less than reading them in order. */
-static inline void load_pairs(const number *p, vec *one, vec *other) {
+static inline void load_pairs(const number *p, vec *one, vec *two) {
     const bits both = *(const bits *)p;
     *one = (vec)(both << 16);
-    *other = (vec)(both & 0xffff0000u);
+    *two = (vec)(both & 0xffff0000u);
 }
 
-static inline void store_pairs(number *p, vec one, vec other) {
-    *(bits *)p = ((bits)rounded(one) >> 16) | (bits)rounded(other);
+static inline void store_pairs(number *p, vec one, vec two) {
+    *(bits *)p = ((bits)rounded(one) >> 16) | (bits)rounded(two);
 }
 
 #ifdef __clang__
@@ -111,9 +111,9 @@ static inline void store_pairs(number *p, vec one, vec other) {
 #endif
 
 /* Pairs in order again. */
-static inline void in_order(float *to, vec one, vec other) {
-    *(vec *)to = CHOOSE(one, other, LOW_PAIRS);
-    *(vec *)(to + LANES) = CHOOSE(one, other, HIGH_PAIRS);
+static inline void in_order(float *to, vec one, vec two) {
+    *(vec *)to = CHOOSE(one, two, LOW_PAIRS);
+    *(vec *)(to + LANES) = CHOOSE(one, two, HIGH_PAIRS);
 }
 #endif
 
@@ -207,29 +207,29 @@ void gw_gated(const number *gate_up, number *out, int64_t rows, int64_t width, i
 }
 
 /* Scores of `queries` (1 to 4) heads against 2 * LANES keys whose columns lie `stride` apart. */
-#define SCORES(QUERIES)                                                                                                    \
+#define SCORES(QUERIES)                                                                                                   \
     static void scores_##QUERIES(const float *q, const number *keys, int64_t stride, int64_t width, float *to, int64_t room) { \
-        vec even[QUERIES] = {{0}}, odd[QUERIES] = {{0}}, a, b;                                                             \
-        for (int64_t e = 0; e < width; e++) {                                                                              \
-            load_pairs(keys + e * stride, &a, &b);                                                                         \
-            for (int u = 0; u < QUERIES; u++) even[u] += a * q[u * width + e], odd[u] += b * q[u * width + e];             \
-        }                                                                                                                  \
-        for (int u = 0; u < QUERIES; u++) in_order(to + u * room, even[u], odd[u]);                                        \
+        vec one[QUERIES] = {{0}}, two[QUERIES] = {{0}}, a, b;                                                             \
+        for (int64_t e = 0; e < width; e++) {                                                                             \
+            load_pairs(keys + e * stride, &a, &b);                                                                        \
+            for (int u = 0; u < QUERIES; u++) one[u] += a * q[u * width + e], two[u] += b * q[u * width + e];             \
+        }                                                                                                                 \
+        for (int u = 0; u < QUERIES; u++) in_order(to + u * room, one[u], two[u]);                                        \
     }
 SCORES(1) SCORES(2) SCORES(3) SCORES(4)
 
 /* Add to `queries` (1 to 4) heads' outputs, at 2 * LANES of their places, the values of `count` positions by their weights. Each 2 *
- * LANES outputs are held as pairs: the even ones, then the odd ones. */
-#define VALUES(QUERIES)                                                                                                    \
-    static void values_##QUERIES(                                                                                          \
-        const float *weights, int64_t room, const number *values, int64_t count, int64_t width, float *to) {                 \
-        vec even[QUERIES], odd[QUERIES], a, b;                                                                             \
-        for (int u = 0; u < QUERIES; u++) even[u] = *(vec *)(to + u * width), odd[u] = *(vec *)(to + u * width + LANES);   \
-        for (int64_t c = 0; c < count; c++) {                                                                              \
-            load_pairs(values + c * width, &a, &b);                                                                        \
-            for (int u = 0; u < QUERIES; u++) even[u] += a * weights[u * room + c], odd[u] += b * weights[u * room + c];   \
-        }                                                                                                                  \
-        for (int u = 0; u < QUERIES; u++) *(vec *)(to + u * width) = even[u], *(vec *)(to + u * width + LANES) = odd[u];   \
+ * LANES outputs are held as load_pairs gives them. */
+#define VALUES(QUERIES)                                                                                                   \
+    static void values_##QUERIES(                                                                                         \
+        const float *weights, int64_t room, const number *values, int64_t count, int64_t width, float *to) {              \
+        vec one[QUERIES], two[QUERIES], a, b;                                                                             \
+        for (int u = 0; u < QUERIES; u++) one[u] = *(vec *)(to + u * width), two[u] = *(vec *)(to + u * width + LANES);   \
+        for (int64_t c = 0; c < count; c++) {                                                                             \
+            load_pairs(values + c * width, &a, &b);                                                                       \
+            for (int u = 0; u < QUERIES; u++) one[u] += a * weights[u * room + c], two[u] += b * weights[u * room + c];   \
+        }                                                                                                                 \
+        for (int u = 0; u < QUERIES; u++) *(vec *)(to + u * width) = one[u], *(vec *)(to + u * width + LANES) = two[u];   \
     }
 VALUES(1) VALUES(2) VALUES(3) VALUES(4)
 
@@ -273,7 +273,7 @@ static float soften(
     return sum(total);
 }
 
-/* The rotary embedding of one head (two halves), times `scale`, rounded to bf16 before scaling. */
+/* The rotary embedding of one head (two halves), times `scale`, rounded before scaling. */
 static void rotate(const number *x, const number *cosine, const number *sine, int64_t width, float scale, float *to) {
     int64_t half = width / 2;
     for (int64_t i = 0; i < half; i += LANES) {
@@ -571,7 +571,7 @@ void gw_by_heads(
     }
 }
 
-/* As gw_by_heads back to rows, added to what is there; `width` bf16 numbers a head. No row may be named twice, but for row `skipped`. */
+/* As gw_by_heads back to rows, added to what is there; `width` numbers a head. No row may be named twice, but for row `skipped`. */
 void gw_add_by_heads(
     number *rows, const int64_t *index, int64_t skipped, const number *values, int64_t sequences, int64_t queries, int64_t heads,
     int64_t width) {
