@@ -4,8 +4,8 @@ Task and model are the quickstart's, with the rewards `correctness` and `format`
 has its own; from its weights both libraries see the same problems in the same order, with the same hyper-parameters, on the same cores, one
 after the other and by turns who is first. Weights are kept every few steps with the seconds of training until then, and judged afterwards
 by one evaluator on the same held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with what is
-left. With ``model.dtype=float32`` both compute in float32; else, on a processor that has it, both keep float32 weights
-and compute in bfloat16, each as it rounds them.
+left. With ``model.dtype=float32``, or on a processor without bfloat16, both compute in float32; else both keep float32 weights and compute
+in bfloat16, each as it rounds them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sampling speed in tokens/s at several batch sizes, against transformers' `generate` and vLLM's CPU build.
 
 Same weights (bf16, or fp32 on CPUs without instructions for it), prompts and completion lengths on every side: ours samples, and the others
-are given the lengths that came out.
-Sides live in processes of their own and take turns. vLLM is measured where `--vllm-python` names an interpreter that has it.
+are given the lengths that came out. Sides live in processes of their own and take turns. vLLM is measured where `--vllm-python` names an
+interpreter that has it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def _start(args: argparse.Namespace, model: str) -> dict[str, Worker]:
     ends = list(end_token_ids(load_tokenizer(config), load_model_config(config)))
     settings: dict[str, Any] = {
         "role": "sampling", "model": model, "max_tokens": args.max_tokens, "max_rows": max(args.sequences), "end_token_ids": ends,
-        "max_model_tokens": 256 + args.max_tokens, "eager": args.vllm_eager,
-        "dtype": with_dtype(config).dtype,
+        "max_model_tokens": 256 + args.max_tokens, "eager": args.vllm_eager, "dtype": with_dtype(config).dtype,
     }  # fmt: skip
     workers = {"ours": Worker("benchmarks.ours_worker", settings, threads=args.threads)}
     if args.ours_only:

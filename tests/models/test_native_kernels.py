@@ -25,7 +25,7 @@ from groupwise.models import merging
 from groupwise.models.decoder import Decoder
 from groupwise.models.merging import added_up, dithered, round_dithered_
 from groupwise.models.native import build, calls
-from groupwise.models.ops import rope_rotate
+from groupwise.models.ops import normalise, normalise_backward, rope_rotate
 from groupwise.models.packing import pack
 from groupwise.types import Problem, Prompt
 
@@ -38,7 +38,7 @@ needs_kernels = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def _seed(monkeypatch):
+def _start(monkeypatch):
     monkeypatch.setattr(calls, "_allowed", True)  # whatever was chosen for the models of other tests
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -89,6 +89,16 @@ def test_norm_and_its_gradients(numbers, offset):
     close(weight_grad, inputs[1].grad)
     added, _ = calls.norm_backward(grad, x, scales, weight, residual, offset)
     close(added, inputs[0].grad + residual.double(), 2)
+
+
+@needs_kernels
+def test_a_norm_of_two_kinds_of_numbers_goes_by_operations():
+    x, weight, grad = random(FP32, 5, 48), random(BF16, 48), random(FP32, 5, 48)
+    out, scales = normalise(x, weight, 1e-5)
+    close(out, exact_norm(x, weight))
+    exact = x.double().requires_grad_()
+    exact_norm(exact, weight).backward(grad.double())
+    close(normalise_backward(grad, x, scales, weight)[0], exact.grad, 2)
 
 
 @needs_kernels
@@ -228,6 +238,11 @@ def test_an_adapter_is_added_and_dithered_as_the_operations_do(monkeypatch, rows
     monkeypatch.setattr(calls, "_allowed", False)
     plain = added_up(weight, [(a, b, 0.5)])
     assert (plain == merged).float().mean() > 0.995, "the same thresholds: only sums that end within a rounding of one may differ"
+
+
+def test_an_adapter_is_added_to_fp32_as_it_is():
+    weight, a, b = torch.randn(5, 48), torch.randn(3, 48), torch.randn(5, 3)
+    torch.testing.assert_close(added_up(weight, [(a, b, 0.5)]), weight + 0.5 * b @ a)
 
 
 @needs_kernels

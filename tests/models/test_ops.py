@@ -163,8 +163,14 @@ def test_fp32_weights_are_rearranged_only_where_rows_are_rounded_as_alone(monkey
         for hint in (1, 64):
             product = decode.rearranged_product(weight, rows=hint)
             assert all(torch.equal(product(x[:rows]), product(x)[:rows]) for rows in range(1, 24))
+        hints, reorder = [], torch.ops.mkldnn._reorder_linear_weight
+        monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda w, rows: hints.append(rows) or reorder(w, rows))
+        decode.rearranged_product(weight, rows=1)
+        assert hints == [8], "for a single row they would be rounded otherwise, and never be taken"
     real = decode.rearranged_product
-    monkeypatch.setattr(decode, "rearranged_product", lambda weight: lambda x: real(weight)(x) + 1e-6 * len(x))
+    monkeypatch.setattr(
+        decode, "rearranged_product", lambda weight, rows=32: lambda x: real(weight, rows=rows)(x) + 1e-6 * len(x)
+    )
     decode._rows_are_alone.cache_clear()
     assert not decode.rearranging_helps(weight)
     decode._rows_are_alone.cache_clear()

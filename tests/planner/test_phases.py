@@ -6,7 +6,7 @@ from groupwise.algorithm.registry import find_loss
 from groupwise.config import load_config
 from groupwise.config.section import REGISTERED
 from groupwise.planner import HARDWARE, make_plan
-from groupwise.planner.memory import beside_state, disk_bytes, evaluation, phases
+from groupwise.planner.memory import beside_state, disk_bytes, evaluation, phases, sampling
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import find_shape
 from groupwise.training import short_memory
@@ -133,3 +133,10 @@ def test_a_reference_that_only_a_loss_of_ones_own_reads_is_planned(tmp_path, mon
     assert not any("algorithm.kl" in one.settings for one in near.suggestions), "there is none that could go"
     monkeypatch.setitem(REGISTERED, "loss", {"near": find_loss(f"{tmp_path}/mine.py:near", {}).func})
     assert planned("near").phases == near.phases
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_a_cpu_samples_from_rearranged_weights_of_either_kind(dtype, size):
+    planned = setup(f"model.dtype={dtype}")
+    (found,) = [one for one in sampling(planned) if one.name == "rearranged weights"]
+    assert found.bytes == size * (planned.shape.layers * planned.shape.layer_matrices + planned.shape.head)

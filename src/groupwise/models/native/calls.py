@@ -90,11 +90,12 @@ def _load(dtype: torch.dtype) -> bool:
     library = kernels(dtype == torch.float32).library
     if library is None:
         return False
-    _functions[dtype] = {}
+    loaded = {}
     for name, signature in _SIGNATURES.items():
         if dtype == torch.bfloat16 or name not in _ROUND_WEIGHTS:
-            function = _functions[dtype][name] = getattr(library, name)
+            loaded[name] = function = getattr(library, name)
             function.argtypes, function.restype = signature, None
+    _functions[dtype] = loaded  # whole: another thread may look
     return True
 
 
