@@ -40,6 +40,7 @@ from groupwise.data.prompts import resolve_system
 from groupwise.data.sources import load_problems
 from groupwise.evaluation import evaluate_model
 from groupwise.models.devices import with_dtype
+from groupwise.models.load import resolve_device
 
 __all__ = ["EXPERIMENT", "against", "difference", "draw", "joined", "main", "over_seeds", "reached", "report", "rows_of", "run"]
 
@@ -122,7 +123,7 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
         "folder": str(folder),
         "threads": args.threads,
         "every": args.every,
-        "rewards": [function.function for function in config.rewards.functions],
+        "rewards": [[function.function, function.arguments] for function in config.rewards.functions],
         "arguments": _arguments(config, args.rows, args.save_steps),
         "rows": rows_of(config),
     }
@@ -167,7 +168,7 @@ def _arguments(config: Config, rows: int, save_steps: int) -> dict[str, Any]:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 1}
     return {
         **small, **(saving if save_steps else {"save_strategy": "no"}),
-        "use_cpu": True, "bf16": config.model.dtype != "float32", "gradient_checkpointing": False, "per_device_train_batch_size": rows,
+        "use_cpu": resolve_device(config.model.device).type == "cpu", "bf16": config.model.dtype != "float32", "gradient_checkpointing": False, "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": batch // rows, "num_generations": rollout.completions_per_prompt,
         "max_completion_length": rollout.max_completion_tokens, "num_iterations": 1, "temperature": rollout.temperature,
         "top_p": 1.0, "top_k": 0, "beta": 0.0, "epsilon": loss.epsilon, "loss_type": "grpo", "scale_rewards": "group",
@@ -416,7 +417,7 @@ def report(numbers: Mapping[str, Any]) -> str:
     shown = [[what, "{:+.1f} ({:+.1f} to {:+.1f})".format(*gap)] for what, gap in known.items()]
     places = [
         f"{_named(one['seeds']).capitalize()}: {one['date'][:10]}, revision {one['versions']['commit']}, {one['machine']['cpu']}, "
-        f"{one['machine']['cores']} cores, torch {one['versions']['torch']}, transformers {one['versions']['transformers']}, "
+        f"{one['machine']['cores']} cores{_card(one['machine'])}, torch {one['versions']['torch']}, transformers {one['versions']['transformers']}, "
         f"TRL {one['versions']['trl']}."
         for one in numbers["measured"]
     ]
@@ -433,6 +434,10 @@ def report(numbers: Mapping[str, Any]) -> str:
         *_against(numbers, title),
         " ".join(places),
     ])  # fmt: skip
+
+
+def _card(machine: Mapping[str, Any]) -> str:
+    return f", {machine['gpu']}" if machine.get("gpu") else ""
 
 
 def _compared(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[str]:

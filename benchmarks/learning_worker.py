@@ -5,6 +5,7 @@ Which library runs it is the one thing that differs between the sides: ``library
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -67,7 +68,7 @@ def main(settings: dict[str, Any]) -> None:
     keep = Keep(folder, settings["every"])
     trainer = library.GRPOTrainer(
         settings["model"],  # by its name: unless told otherwise, both libraries read float32 weights and compute in bfloat16
-        reward_funcs=[getattr(functions, name) for name in settings["rewards"]],
+        reward_funcs=[_reward(name, arguments) for name, arguments in settings["rewards"]],
         args=arguments,
         train_dataset=Dataset.from_list(settings["rows"]),
         processing_class=tokenizer,
@@ -81,10 +82,16 @@ def main(settings: dict[str, Any]) -> None:
         {key: step[key] for key in ("step", "seconds", "sampled_tokens")} for step in keep.steps if step["step"] % keep.every == 0
     ]
     found = {
-        "rows": rows, "rewards": [step["reward"] for step in keep.steps], "peak_memory_gib": peak_memory_bytes() / 2**30,
+        "rows": rows, "rewards": [step["reward"] for step in keep.steps], "peak_memory_gib": peak_memory_bytes(trainer.accelerator.device.type) / 2**30,
         "library": settings["library"],
     }  # fmt: skip
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _reward(name: str, arguments: dict[str, Any]) -> Any:
+    """A function of groupwise with its arguments; both libraries log a reward by its name."""
+    function = getattr(functions, name)
+    return functools.update_wrapper(functools.partial(function, **arguments), function)
 
 
 def _adapter(lora: dict[str, Any]) -> Any:
