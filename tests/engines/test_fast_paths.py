@@ -16,6 +16,8 @@ from groupwise.engines.builtin import decode, engine, fast_paths
 from groupwise.engines.builtin.fast_paths import FastPath, check_fast_paths, choose
 from groupwise.models import attention, layer, ops, varlen_attention
 from groupwise.models.native import build, calls
+from groupwise.tracking import RunFolder, Trackers
+from groupwise.training import start
 from tests.conftest import TINY
 from tests.models.slow_flash import flash_on_cpus
 
@@ -173,6 +175,31 @@ def test_what_is_kept_belongs_to_one_shape_dtype_and_version(own_cache, monkeypa
     monkeypatch.setattr(torch, "__version__", "2.99")
     keys.add(fast_paths._key(SHAPE, BF16, CPU))
     assert len(keys) == 4
+
+
+def test_a_run_that_goes_on_keeps_the_choices_it_began_with(own_cache, tmp_path, monkeypatch):
+    """Also where the machine has forgotten them, or its clock has said otherwise since; on another machine it takes that one's."""
+    path = a_path(lambda yes: taken.append(yes), operations=("a decode step",), slack=1e6)
+    taken: list[bool] = []
+    monkeypatch.setattr(fast_paths, "fast_paths", lambda: (path,))
+    folder, where = RunFolder(tmp_path), (SHAPE, torch.float32, CPU)
+    folder.environment.write_text('{"recipe": "a run"}')
+    began = start._fast_paths(*where, folder, Trackers())
+    assert [choice.taken for choice in began] == [True]
+    assert folder.read_environment()["recipe"] == "a run"
+
+    otherwise = [replace(began[0], taken=False, why="it takes 2 ms, and the plain way 1")]
+    key = fast_paths._key(*where)
+    fast_paths._known[key] = otherwise
+    assert start._fast_paths(*where, folder, Trackers()) == began
+    assert taken[-1]
+    assert check_fast_paths(*where) == began, "what samples asks again, and goes the same way"
+
+    folder.add_to_environment(fast_paths_of="another machine's")
+    fast_paths._known[key] = otherwise
+    assert start._fast_paths(*where, folder, Trackers()) == otherwise
+    assert not taken[-1]
+    assert folder.read_environment()["fast_paths_of"] == key
 
 
 @pytest.mark.parametrize(

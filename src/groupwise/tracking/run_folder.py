@@ -174,12 +174,17 @@ class RunFolder:
 
     def add_to_environment(self, **facts: object) -> None:
         """Add what was found out after the run had begun."""
-        write_json(self.environment, {**json.loads(self.environment.read_bytes()), **facts})
+        write_json(self.environment, {**self.read_environment(), **facts})
+
+    def read_environment(self) -> dict[str, Any]:
+        """What ``write_start`` and ``add_to_environment`` wrote."""
+        found: dict[str, Any] = json.loads(self.environment.read_bytes())
+        return found
 
     @property
     def tracking_id(self) -> str:
         """The name by which a tracking service recognises this run when it is resumed."""
-        environment = json.loads(self.environment.read_bytes())
+        environment = self.read_environment()
         return str(environment.get("id") or hashlib.sha256(str(environment.get("started")).encode()).hexdigest()[:12])
 
     @property

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
-from groupwise.engines.builtin.fast_paths import Choice, check_fast_paths, take
+from groupwise.engines.builtin.fast_paths import Choice, check_fast_paths, facts, take
 from groupwise.episodes import playing
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
@@ -197,9 +196,7 @@ def start(
         for sentence in prepared.rewards.load():
             trackers.say(sentence, "dim")
         with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
-            parts = _load_parts(
-                config, world, beginning.model, prepared, partial(_note, trackers, folder if world.is_first else None)
-            )
+            parts = _load_parts(config, world, beginning.model, prepared, folder, trackers)
         release_freed_memory()
     except BaseException:
         prepared.rewards.close()
@@ -213,30 +210,29 @@ def start(
 
 
 def _load_parts(
-    config: Config, world: World, earlier: Path | None, prepared: Prepared, note: Callable[[list[Choice]], None]
+    config: Config, world: World, earlier: Path | None, prepared: Prepared, folder: RunFolder, trackers: Trackers
 ) -> tuple[Policy, Scorer, Sharding, Engine]:
-    """The policy, what computes it, how its weights are divided, and what samples. ``earlier``: a model that the run resumes with.
-    ``note``: hears which fast paths are taken."""
+    """The policy, what computes it, how its weights are divided, and what samples. ``earlier``: a model that the run resumes with."""
     aside = loading_device(config, world)
     policy = replace(_load(config, earlier, aside), adapter_only=config.output.adapter_only)
     shape, dtype, device = policy.model.config, getattr(torch, config.model.dtype), resolve_device(config.model.device)
-    choices = world.on_rank0(lambda: check_fast_paths(shape, dtype, device))  # by clock too: processes would find different ones
+    # In the first process alone: they go by clocks too, so processes would find different ones. A run that goes on has its own.
+    choices = world.on_rank0(lambda: _fast_paths(shape, dtype, device, folder, trackers))
     take(choices)
-    note(choices)
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     sharding = make_sharding(config, world, scorer)
     engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)
     return policy, scorer, sharding, engine
 
 
-def _note(trackers: Trackers, folder: RunFolder | None, choices: list[Choice]) -> None:
-    """Write which fast paths were taken into the run's environment; what was left out is said. ``folder``: of the process that writes."""
-    if folder is None:
-        return
-    folder.add_to_environment(fast_paths=[choice.to_json() for choice in choices])
+def _fast_paths(shape: Any, dtype: torch.dtype, device: torch.device, folder: RunFolder, trackers: Trackers) -> list[Choice]:
+    """Those that the run began with, or what is found now; written into its environment, and what is left out is said."""
+    choices = check_fast_paths(shape, dtype, device, earlier=folder.read_environment())
+    folder.add_to_environment(**facts(shape, dtype, device, choices))
     for choice in choices:
         if choice.notice:
             trackers.say(choice.notice, "yellow")
+    return choices
 
 
 def _set_up_process(config: Config, world: World) -> None:

@@ -2,7 +2,8 @@
 
 Before a model is used, each fast path that applies is compared with the plain one on a few tokens, through two layers of the model's shape
 (random weights, a shorter vocabulary), and timed against it. One that fails, disagrees or is slower is left out, with a notice. What was
-found is kept by device, driver, versions and shape, so that it takes a second once.
+found is kept by device, driver, versions and shape, so that it takes a second once; and in a run's folder, so that the run goes on as it
+began.
 
 Which way is taken decides how numbers are rounded, and clocks are noisy. So a path is left out for its time only where it is slower beyond
 doubt (``slack``), the two ways are timed by turns, on CPUs by the processor's time, which other programs do not lengthen, and every run on
@@ -15,7 +16,7 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,7 +44,7 @@ from groupwise.models.embedded import cache_folder
 from groupwise.models.native import build, calls
 from groupwise.models.packing import pack_prompts
 
-__all__ = ["TOLERANCE", "Choice", "FastPath", "Measured", "check_fast_paths", "choose", "fast_paths"]
+__all__ = ["TOLERANCE", "Choice", "FastPath", "Measured", "check_fast_paths", "choose", "facts", "fast_paths"]
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """How far two ways of computing may be apart, as a share of the norm of what the plain one gives."""
@@ -176,18 +177,36 @@ def _allow_graphs(yes: bool) -> None:
     builtin.GRAPHS = frozenset({"cuda"}) if yes else frozenset()
 
 
-def check_fast_paths(config: Any, dtype: torch.dtype, device: torch.device, *, again: bool = False) -> list[Choice]:
+def check_fast_paths(
+    config: Any, dtype: torch.dtype, device: torch.device, *, again: bool = False, earlier: Mapping[str, Any] | None = None
+) -> list[Choice]:
     """Choose for models of this ``config`` (a transformers one), and set the choices for this process.
 
-    ``again``: do not look into what was kept. Nothing is checked where the lean decoder does not cover the architecture.
+    Nothing is checked where the lean decoder does not cover the architecture.
+
+    Args:
+        again: do not look into what was kept.
+        earlier: the ``facts`` of a run that goes on. Where all that the answer depends on is what it was, the run keeps its choices,
+            whatever a clock has said since.
     """
     key = _key(config, dtype, device)
-    kept = None if again else _known[key] if key in _known else _kept(key)
+    kept = None if again else _of_a_run(key, earlier or {})
+    if kept is None and not again:
+        kept = _known[key] if key in _known else _kept(key)
     if kept is None:
         kept = _check(config, dtype, device, key)
     _known[key] = kept
     take(kept)
     return kept
+
+
+def facts(config: Any, dtype: torch.dtype, device: torch.device, choices: Sequence[Choice]) -> dict[str, Any]:
+    """What a run's folder says of ``choices``: as JSON, with a digest of all that they may depend on."""
+    return {"fast_paths": [choice.to_json() for choice in choices], "fast_paths_of": _key(config, dtype, device)}
+
+
+def _of_a_run(key: str, earlier: Mapping[str, Any]) -> list[Choice] | None:
+    return _read(earlier.get("fast_paths")) if earlier.get("fast_paths_of") == key else None
 
 
 def take(choices: Sequence[Choice]) -> None:
@@ -463,9 +482,15 @@ def _file(key: str) -> Path:
 def _kept(key: str) -> list[Choice] | None:
     """None where nothing is kept, or what is kept cannot be read."""
     try:
-        rows = json.loads(_file(key).read_text(encoding="utf-8"))
+        return _read(json.loads(_file(key).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _read(rows: Any) -> list[Choice] | None:
+    try:
         choices = [Choice(**{**row, "operations": tuple(Measured(**m) for m in row["operations"])}) for row in rows]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError):
         return None
     return choices if {choice.path for choice in choices} <= {path.name for path in fast_paths()} else None
 
