@@ -14,9 +14,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -510,8 +511,9 @@ def _planned_step_s(place: Place, shape: str, rows: int, tokens: int) -> float:
 
 
 def profile(place: Place) -> Found:
-    """Kernels of one decode step that is launched, of one micro-batch that was computed before, and of one update over new lengths; and how
-    much of the time the device works."""
+    """Kernels of one decode step that is launched, of one micro-batch that was computed before, and of one update over new lengths; how
+    much of the time the device works, and which calls of the driver the host waits in. Then, unrecorded, an update over other new
+    lengths, and the recorded one once more."""
     shape, rows = place.pick(("1.5b", 256), ("tiny", 8))
     engine = _engine(place, shape, torch.bfloat16, rows, None)
     steps: list[Callable[[], None]] = []
@@ -535,6 +537,7 @@ def profile(place: Place) -> Found:
     learner = Learner(scorer, _config(optimizer={"learning_rate": 1e-6}, training={"micro_batch_tokens": place.pick(16384, 128)}))
     learner.learn(_groups(*sizes, 1))
     update = _profiled(place, lambda: learner.learn(_groups(*sizes, 2)), before=False)
+    update["unrecorded_s"] = [place.seconds(partial(learner.learn, _groups(*sizes, seed))) for seed in (3, 2)]
     each, once_for_all = DECODE_LAUNCHES if decoding_kernels_fit(place.device) else DECODE_OPERATIONS
     planned = each * SHAPES[shape].num_hidden_layers + once_for_all
     numbers = {"decode_step": step, "micro_batch": learning, "update": update, "planned_kernels": planned}
@@ -572,12 +575,20 @@ def _profiled(place: Place, action: Callable[[], object], before: bool = True) -
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
+    whole = max(1e-9, (reached - spans[0][0]) / 1e6) if spans else seconds
+    calls = [e for e in recorded.events() or () if e.device_type == DeviceType.CPU and e.name.startswith("cu")]
+    return {
+        "kernels": len(events), "busy": min(1.0, busy / 1e6 / whole), "seconds": seconds, "top": _longest(events),
+        "driver": _longest(calls),
+    }  # fmt: skip
+
+
+def _longest(events: Iterable[Any]) -> dict[str, float]:
+    """Milliseconds of the twelve names that took most."""
     by_name: dict[str, float] = {}
     for event in events:
         by_name[event.name] = by_name.get(event.name, 0.0) + (event.time_range.end - event.time_range.start) / 1e3
-    top = dict(sorted(by_name.items(), key=lambda item: -item[1])[:12])
-    whole = max(1e-9, (reached - spans[0][0]) / 1e6) if spans else seconds
-    return {"kernels": len(events), "busy": min(1.0, busy / 1e6 / whole), "seconds": seconds, "top": top}
+    return dict(sorted(by_name.items(), key=lambda item: -item[1])[:12])
 
 
 def _groups(shape: str, prompts: int, prompt_tokens: int, tokens: int, seed: int) -> Any:
@@ -586,7 +597,7 @@ def _groups(shape: str, prompts: int, prompt_tokens: int, tokens: int, seed: int
 
 
 def learning(place: Place) -> Found:
-    """Four updates over batches of new lengths: model FLOPs utilisation, and memory beside the plan's."""
+    """Four updates over batches of new lengths, then the last once more: model FLOPs utilisation, and memory beside the plan's."""
     shape, prompts, tokens, budget = place.pick(("1.5b", 16, 512, 16384), ("tiny", 2, 12, 128))
     config = _config(
         optimizer={"learning_rate": 1e-6}, training={"micro_batch_tokens": budget},
@@ -594,28 +605,28 @@ def learning(place: Place) -> Found:
     )  # fmt: skip
     policy = random_policy(SHAPES[shape], str(place.device))
     learner = Learner(make_scorer(policy, config.model), config)
-    rates, seconds, operations = [], [], []
+    rates, seconds = [], []
     reset_peak_memory(place.device.type)
-    for step in range(4):
+    for step in (0, 1, 2, 3, 3):  # the last with lengths, and so kernels, that were there before
         groups = _groups(shape, prompts, place.pick(256, 9), tokens, step)
         sizes = [(len(g.prompt.token_ids), [len(c.token_ids) for c in g.completions]) for g in groups]
         _, metrics = learner.learn(groups)
         taken, flops = metrics["time/learn_s"].value, learning_flops(SHAPES[shape], sizes)
         seconds.append(taken)
-        operations.append(flops)
         rates.append(flops / taken)
     card = place.card()
-    share = median(rates[1:]) / card.flops_per_s if card else float("nan")
+    again, rate = rates.pop(), median(rates[1:])
+    share = rate / card.flops_per_s if card else float("nan")
     setup = _setup(place, shape, config, place.pick(256, 9))
     planned = next(phase.bytes for phase in phases(setup) if phase.name == "learning")
     peak, reserved = peak_memory_bytes(place.device.type), place.reserved_bytes()
     numbers = {
-        "tflops": median(rates[1:]) / 1e12, "first_tflops": rates[0] / 1e12, "utilisation": share, "seconds": seconds,
+        "tflops": rate / 1e12, "first_tflops": rates[0] / 1e12, "again_tflops": again / 1e12, "utilisation": share, "seconds": seconds,
         "peak_bytes": peak, "reserved_bytes": reserved, "planned_bytes": planned, "fragmentation": reserved / peak - 1 if peak else 0.0,
     }  # fmt: skip
     seen = (
-        f"{numbers['tflops']:,.1f} TFLOP/s, {share:.0%} of the peak (40% by the plan, 27% by the count); peak {peak / 2**30:.1f} GiB, "
-        f"reserved {reserved / 2**30:.1f}, planned {planned / 2**30:.1f}"
+        f"{numbers['tflops']:,.1f} TFLOP/s, {share:.0%} of the peak (40% by the plan, 27% by the count), the last batch again "
+        f"{numbers['again_tflops']:,.1f}; peak {peak / 2**30:.1f} GiB, reserved {reserved / 2**30:.1f}, planned {planned / 2**30:.1f}"
     )
     wrong = slower = ""
     if place.judged:

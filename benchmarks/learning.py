@@ -168,8 +168,9 @@ def _arguments(config: Config, rows: int, save_steps: int) -> dict[str, Any]:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 1}
     return {
         **small, **(saving if save_steps else {"save_strategy": "no"}),
-        "use_cpu": resolve_device(config.model.device).type == "cpu", "bf16": config.model.dtype != "float32", "gradient_checkpointing": False, "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": batch // rows, "num_generations": rollout.completions_per_prompt,
+        "use_cpu": resolve_device(config.model.device).type == "cpu", "bf16": config.model.dtype != "float32",
+        "gradient_checkpointing": False, "per_device_train_batch_size": rows, "gradient_accumulation_steps": batch // rows,
+        "num_generations": rollout.completions_per_prompt,
         "max_completion_length": rollout.max_completion_tokens, "num_iterations": 1, "temperature": rollout.temperature,
         "top_p": 1.0, "top_k": 0, "beta": 0.0, "epsilon": loss.epsilon, "loss_type": "grpo", "scale_rewards": "group",
         "learning_rate": optimizer.learning_rate, "lr_scheduler_type": "constant", "adam_beta1": optimizer.betas[0],
@@ -417,8 +418,8 @@ def report(numbers: Mapping[str, Any]) -> str:
     shown = [[what, "{:+.1f} ({:+.1f} to {:+.1f})".format(*gap)] for what, gap in known.items()]
     places = [
         f"{_named(one['seeds']).capitalize()}: {one['date'][:10]}, revision {one['versions']['commit']}, {one['machine']['cpu']}, "
-        f"{one['machine']['cores']} cores{_card(one['machine'])}, torch {one['versions']['torch']}, transformers {one['versions']['transformers']}, "
-        f"TRL {one['versions']['trl']}."
+        f"{one['machine']['cores']} cores{_card(one['machine'])}, torch {one['versions']['torch']}, "
+        f"transformers {one['versions']['transformers']}, TRL {one['versions']['trl']}."
         for one in numbers["measured"]
     ]
     return "\n\n".join([

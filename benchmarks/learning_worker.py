@@ -81,8 +81,9 @@ def main(settings: dict[str, Any]) -> None:
     rows = [
         {key: step[key] for key in ("step", "seconds", "sampled_tokens")} for step in keep.steps if step["step"] % keep.every == 0
     ]
+    peak = peak_memory_bytes(trainer.accelerator.device.type)
     found = {
-        "rows": rows, "rewards": [step["reward"] for step in keep.steps], "peak_memory_gib": peak_memory_bytes(trainer.accelerator.device.type) / 2**30,
+        "rows": rows, "rewards": [step["reward"] for step in keep.steps], "peak_memory_gib": peak / 2**30,
         "library": settings["library"],
     }  # fmt: skip
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")

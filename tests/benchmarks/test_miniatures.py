@@ -83,7 +83,7 @@ def test_rounding_is_none_in_float32_and_some_in_bfloat16(tiny_folder: Path) -> 
 
 ADAPTER = [
     "data.source=arithmetic", "data.eval_split=null", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
-    "evaluation.modes=[greedy]", "rollout.prompts_per_step=8",
+    "evaluation.modes=[greedy]", "rollout.prompts_per_step=8", "rewards.functions=[{function: accuracy, arguments: {in_format: true}}]",
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import learning
+from benchmarks import learning, learning_worker
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
 from benchmarks.learning import difference, reached
@@ -168,6 +168,17 @@ def test_the_table_of_learning_has_a_ratio_only_where_both_sides_reach_the_level
     assert "| trl | 75.0%, 65.0% | 50.0%, 50.0% | 90.0%, 90.0% | 600, 600 | 5,000, 5,000 | 4.0 |" in text
     assert "| groupwise | 75.0%, 75.0% | -, - | 90.0%, 90.0% |" in text
 
+    numbers["machine"]["gpu"] = "a card"
+    assert "a processor, 2 cores, a card, torch 2" in learning.report(learning.joined([numbers]))
+
+
+def test_both_libraries_get_rewards_with_their_arguments_under_their_names() -> None:
+    right, bare = "<reasoning>2 + 2</reasoning>\n<answer>4</answer>", "<answer>4</answer>"
+    for arguments, points in (({}, [1.0, 1.0]), ({"in_format": True}, [1.0, 0.0])):
+        reward = learning_worker._reward("accuracy", arguments)
+        assert reward([right, bare], answer=["4", "4"]) == points
+        assert reward.__name__ == "accuracy"
+
 
 def test_results_of_other_seeds_are_joined_and_others_are_refused() -> None:
     numbers = read_numbers("learning")
@@ -231,7 +242,7 @@ def test_the_figure_of_learning_has_a_line_for_every_run(tmp_path: Path) -> None
     assert all(word in text for word in ("groupwise, 3 seeds", "trl, 3 seeds", "minutes of training", "thousand sampled tokens"))
 
 
-@pytest.mark.parametrize("name", ["learning", "learning-float32", "learning-gsm8k-1.5b-cpu"])
+@pytest.mark.parametrize("name", ["learning", "learning-float32", "learning-avx2", "learning-gsm8k-1.5b-cpu"])
 def test_the_results_page_shows_what_was_measured_against_trl(name: str) -> None:
     numbers = read_numbers(name)
     assert read_block(learning.EXPERIMENT.page, name) == learning.report(numbers)
