@@ -1,11 +1,11 @@
 """Held-out accuracy against hours and sampled tokens: one script for TRL's ``GRPOTrainer``, run by TRL and by groupwise.
 
 Task and model are the quickstart's, with the rewards `correctness` and `format`, or another recipe's. Where it has a warm start, each seed
-has its own; from its weights both libraries see the same problems in the same order, with the same hyper-parameters, on the same cores, one
-after the other and by turns who is first. Weights are kept every few steps with the seconds of training until then, and judged afterwards
-by one evaluator on the same held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with what is
-left. With ``model.dtype=float32``, or on a processor without bfloat16, both compute in float32; else both keep float32 weights and compute
-in bfloat16, each as it rounds them.
+has its own; from its weights both libraries see the same problems in the same order, with the same hyper-parameters, on the same machine,
+one after the other and by turns who is first. Weights are kept every few steps with the seconds of training until then, and judged
+afterwards by one evaluator on the same held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with
+what is left. With ``model.dtype=float32``, or on a processor without bfloat16, both compute in float32; else both keep float32 weights and
+compute in bfloat16, each as it rounds them.
 """
 
 from __future__ import annotations
@@ -170,9 +170,9 @@ def _arguments(config: Config, rows: int, save_steps: int) -> dict[str, Any]:
         **small, **(saving if save_steps else {"save_strategy": "no"}),
         "use_cpu": resolve_device(config.model.device).type == "cpu", "bf16": config.model.dtype != "float32",
         "gradient_checkpointing": False, "per_device_train_batch_size": rows, "gradient_accumulation_steps": batch // rows,
-        "num_generations": rollout.completions_per_prompt,
-        "max_completion_length": rollout.max_completion_tokens, "num_iterations": 1, "temperature": rollout.temperature,
-        "top_p": 1.0, "top_k": 0, "beta": 0.0, "epsilon": loss.epsilon, "loss_type": "grpo", "scale_rewards": "group",
+        "num_generations": rollout.completions_per_prompt, "max_completion_length": rollout.max_completion_tokens,
+        "num_iterations": 1, "temperature": rollout.temperature, "top_p": 1.0, "top_k": 0,
+        "beta": 0.0, "epsilon": loss.epsilon, "loss_type": "grpo", "scale_rewards": "group",
         "learning_rate": optimizer.learning_rate, "lr_scheduler_type": "constant", "adam_beta1": optimizer.betas[0],
         "adam_beta2": optimizer.betas[1], "adam_epsilon": optimizer.epsilon, "weight_decay": optimizer.weight_decay,
         "max_grad_norm": optimizer.max_grad_norm, "max_steps": config.training.steps, "shuffle_dataset": False, "logging_steps": 1,

@@ -187,6 +187,26 @@ def test_fast_paths_are_looked_at_and_one_that_disagrees_is_found(check, monkeyp
 
 
 @pytest.mark.slow
+def test_the_last_update_is_made_again_and_counted_by_itself(check, monkeypatch):
+    flops = [5e12, 4e12, 3e12, 2e12, 1e12]
+    left, groups, seeds = iter(flops), first_light_one._groups, []
+    monkeypatch.setattr(first_light_one, "learning_flops", lambda shape, sizes: next(left))
+    monkeypatch.setattr(first_light_one, "_groups", lambda *sizes: seeds.append(sizes[-1]) or groups(*sizes))
+    numbers = check("learning").numbers
+    assert seeds == [0, 1, 2, 3, 3]
+    first, *rates, again = (f / seconds / 1e12 for f, seconds in zip(flops, numbers["seconds"], strict=True))
+    assert (numbers["first_tflops"], numbers["tflops"], numbers["again_tflops"]) == pytest.approx(
+        (first, sorted(rates)[1], again)
+    )
+
+
+def test_names_are_listed_by_the_time_that_all_their_events_take():
+    spans = [("cudaLaunchKernel", 0, 300), ("cuLibraryLoadData", 100, 5100), ("cudaLaunchKernel", 400, 900)]
+    events = [SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end)) for name, start, end in spans]
+    assert list(first_light_one._longest(events).items()) == [("cuLibraryLoadData", 5.0), ("cudaLaunchKernel", 0.8)]
+    assert len(first_light_one._longest([SimpleNamespace(name=str(i), time_range=events[0].time_range) for i in range(20)])) == 12
+
+
 def test_processes_that_train_otherwise_are_found(check, monkeypatch):
     weights, calls = first_light_several._weights, itertools.count()
     monkeypatch.setattr(

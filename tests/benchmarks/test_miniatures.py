@@ -123,6 +123,8 @@ def test_learning(run: Any, tiny_folder: Path, tmp_path: Path, recipe: str, more
     began = result["details"]["runs"]
     assert run(learning, *given, *size)["details"]["runs"] == began  # what is finished is kept
     assert not any(str(tiny_folder) in one for one in result["settings"]["settings"])
+    asked = json.loads((tmp_path / "work" / "groupwise-0" / "settings.json").read_text())
+    assert asked["rewards"] == ([["accuracy", {"in_format": True}]] if more else [["correctness", {}], ["format", {}]])
     if more:  # a run that was stopped goes on from its newest checkpoint, here the last one
         for side in sides:
             (tmp_path / "work" / f"{side}-0" / "found.json").unlink()

@@ -179,8 +179,8 @@ def test_what_is_kept_belongs_to_one_shape_dtype_and_version(own_cache, monkeypa
 
 def test_a_run_that_goes_on_keeps_the_choices_it_began_with(own_cache, tmp_path, monkeypatch):
     """Also where the machine has forgotten them, or its clock has said otherwise since; on another machine it takes that one's."""
-    path = a_path(lambda yes: taken.append(yes), operations=("a decode step",), slack=1e6)
     taken: list[bool] = []
+    path = a_path(taken.append, operations=("a decode step",), slack=1e6)
     monkeypatch.setattr(fast_paths, "fast_paths", lambda: (path,))
     folder, where = RunFolder(tmp_path), (SHAPE, torch.float32, CPU)
     folder.environment.write_text('{"recipe": "a run"}')
@@ -193,7 +193,12 @@ def test_a_run_that_goes_on_keeps_the_choices_it_began_with(own_cache, tmp_path,
     fast_paths._known[key] = otherwise
     assert start._fast_paths(*where, folder, Trackers()) == began
     assert taken[-1]
-    assert check_fast_paths(*where) == began, "what samples asks again, and goes the same way"
+    assert check_fast_paths(*where) == began, "what samples an adapter's model asks again, and goes the same way"
+
+    fast_paths._known[key] = otherwise
+    fast_paths.take(*where, began)  # as the run's other processes do
+    assert taken[-1]
+    assert check_fast_paths(*where) == began
 
     folder.add_to_environment(fast_paths_of="another machine's")
     fast_paths._known[key] = otherwise

@@ -5,7 +5,11 @@ import torch
 from safetensors.torch import load_file
 from test_checkpoint import completions_of, final_weights, metrics_of
 
+from groupwise.engines.builtin import fast_paths
+from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.engines.builtin.fast_paths import Choice, FastPath
 from groupwise.errors import ConfigError
+from groupwise.training import start as beginning
 from groupwise.training.loop import train
 from groupwise.training.optimizer import MasterAdamW
 
@@ -46,6 +50,20 @@ def test_the_seed_reaches_the_adapter(small_config, letters, quiet, tmp_path):
     one, again, other = drawn("one", 1), drawn("again", 1), drawn("other", 2)
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
+
+
+def test_what_samples_goes_by_the_fast_paths_of_the_first_process(small_config, letters, quiet, tmp_path, monkeypatch):
+    """Also where this process would find others: a resumed run's are those that it began with, whatever this machine's cache says."""
+    taken: list[bool] = []
+    path = FastPath("a path", lambda decoder: True, taken.append, ("a decode step",), 1e6)
+    monkeypatch.setattr(fast_paths, "fast_paths", lambda: (path,))
+    monkeypatch.setattr(fast_paths, "_known", {})
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(beginning, "_fast_paths", lambda *where: [Choice("a path", False, True, "a clock said so", ())])
+    config = small_config(model={"lora": {"rank": 4, "alpha": 8}})
+    run = beginning.start(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert isinstance(run.engine, BuiltinEngine)
+    assert taken == [False]
 
 
 def test_decay_of_matrices_spares_vectors():

@@ -217,8 +217,7 @@ def _load_parts(
     policy = replace(_load(config, earlier, aside), adapter_only=config.output.adapter_only)
     shape, dtype, device = policy.model.config, getattr(torch, config.model.dtype), resolve_device(config.model.device)
     # In the first process alone: they go by clocks too, so processes would find different ones. A run that goes on has its own.
-    choices = world.on_rank0(lambda: _fast_paths(shape, dtype, device, folder, trackers))
-    take(choices)
+    take(shape, dtype, device, world.on_rank0(lambda: _fast_paths(shape, dtype, device, folder, trackers)))
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     sharding = make_sharding(config, world, scorer)
     engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)

@@ -44,7 +44,7 @@ from groupwise.models.embedded import cache_folder
 from groupwise.models.native import build, calls
 from groupwise.models.packing import pack_prompts
 
-__all__ = ["TOLERANCE", "Choice", "FastPath", "Measured", "check_fast_paths", "choose", "facts", "fast_paths"]
+__all__ = ["TOLERANCE", "Choice", "FastPath", "Measured", "check_fast_paths", "choose", "facts", "fast_paths", "take"]
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """How far two ways of computing may be apart, as a share of the norm of what the plain one gives."""
@@ -195,8 +195,7 @@ def check_fast_paths(
         kept = _known[key] if key in _known else _kept(key)
     if kept is None:
         kept = _check(config, dtype, device, key)
-    _known[key] = kept
-    take(kept)
+    _take(key, kept)
     return kept
 
 
@@ -209,15 +208,20 @@ def _of_a_run(key: str, earlier: Mapping[str, Any]) -> list[Choice] | None:
     return _read(earlier.get("fast_paths")) if earlier.get("fast_paths_of") == key else None
 
 
-def take(choices: Sequence[Choice]) -> None:
-    """Set ``choices`` for this process, such as those of a run's first one."""
+def take(config: Any, dtype: torch.dtype, device: torch.device, choices: list[Choice]) -> None:
+    """Set ``choices`` for this process, such as those of a run's first one: whoever checks here later hears of them."""
+    _take(_key(config, dtype, device), choices)
+
+
+def _take(key: str, choices: list[Choice]) -> None:
+    _known[key] = choices
     by_name = {path.name: path for path in fast_paths()}
     for choice in choices:
         by_name[choice.path].switch(choice.taken)
 
 
 _known: dict[str, list[Choice]] = {}
-"""What this process has found or read."""
+"""What this process has found, read or been told."""
 
 
 def _check(config: Any, dtype: torch.dtype, device: torch.device, key: str) -> list[Choice]:
