@@ -1,7 +1,7 @@
 """The minimum time of a step here: its matrix products alone, timed on this machine in the same run.
 
-Everything else (attention, norms, softmax, drawing, the optimiser, Python) counts as nothing. The prompt is computed once per group,
-the output head only where a token is predicted, and nothing is computed again.
+Everything else (attention, norms, softmax, drawing, the optimiser, Python) counts as nothing. What prompts begin with is computed once,
+the rest of each once per group, the output head only where a token is predicted, and nothing is computed again.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ def _time(call: Callable[[], object]) -> float:
 
 
 @torch.no_grad()
-def floor_seconds(decoder: Decoder, prompt_lengths: Sequence[int], lengths: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Seconds of matrix products in sampling, in scoring under the reference and in learning, for the given lengths."""
+def floor_seconds(
+    decoder: Decoder, prompt_lengths: Sequence[int], lengths: Sequence[Sequence[int]], common: int
+) -> dict[str, float]:
+    """Seconds of matrix products in sampling, in scoring under the reference and in learning, for the given lengths, where all prompts
+    begin with the same ``common`` tokens."""
     layer = decoder.layers[0]
     weights = [layer.qkv, layer.output, layer.gate_up, layer.down]
     flat = [n for group in lengths for n in group]
-    rows, tokens = sum(prompt_lengths) + sum(flat) - len(flat), sum(flat)
+    prompts = sum(prompt_lengths) - (len(prompt_lengths) - 1) * common
+    rows, tokens = prompts + sum(flat) - len(flat), sum(flat)
     forward = len(decoder.layers) * sum(_forward(w, rows) for w in weights) + _forward(decoder.head, tokens)
     backward = len(decoder.layers) * sum(_backward(w, rows) for w in weights) + _backward(decoder.head, tokens)
-    prefill = len(decoder.layers) * sum(_forward(w, sum(prompt_lengths)) for w in weights)
+    prefill = len(decoder.layers) * sum(_forward(w, prompts) for w in weights)
     return {
         "sampling": prefill + _decoding(decoder, flat),
         "reference": forward,

@@ -6,6 +6,7 @@ __all__ = [
     "ATTENTION_SCORES",
     "CACHE_ROOM",
     "GRADIENT_BUCKET",
+    "KEPT_LOGITS",
     "LOGIT_COLUMNS",
     "LOGIT_GRADIENT_ELEMENTS",
     "LOGIT_ROWS",
@@ -34,6 +35,8 @@ LOGIT_ROWS = {"cpu": 512, "cuda": 2**15}
 """rows at a time: on CPUs so that the fp32 copy of a tile (8 MiB) stays in the cache;"""
 LOGIT_GRADIENT_ELEMENTS = 2**25
 """most elements of the gradient of a slice's logits over all rows, in the weights' dtype."""
+KEPT_LOGITS = 256 * 2**20
+"""Bytes of logits that the output head's forward pass leaves to its backward pass on CPUs, which makes the others again."""
 GRADIENT_BUCKET = 16 * 2**20
 """Numbers of gradients that processes with whole weights add up in one message: 64 MiB in fp32."""
 ZERO_BUCKET = 50_000_000

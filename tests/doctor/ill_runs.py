@@ -121,7 +121,7 @@ REWARDS = (
         "functions": [{"model": {"name": str(clinic.judge), "device": "cpu", "max_input_tokens": 12}}]}}),
     ill("answers asked for after ####, written in tags", "strict-misses-right-answers", model="tutored", data="sevens", rollout=FORM,
         prompt={"system": "Answer after ####."}, training=steps(8), rewards=functions("correctness"), optimizer={"learning_rate": 1e-5}),
-    ill("length paid above being right", "reward-against-the-answer", model="pupil", data="sevens", rollout=FORM, training=steps(12),
+    ill("length paid above being right", "reward-against-the-answer", model="beginner", data="sevens", rollout=FORM, training=steps(12),
         rewards=functions({"function": "correctness", "weight": 0.1}, {"function": "long", "weight": 3}),
         optimizer={"learning_rate": 1e-5}),
     ill("a reward that pays for a letter", "reward-hacking answers-lost", model="pupil", data="sevens", rollout=FORM, training=steps(30),

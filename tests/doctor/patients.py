@@ -67,6 +67,11 @@ class Clinic:
         return self.made("pupil", lambda path: self.teach(path, self.sevens, 84))
 
     @cached_property
+    def beginner(self) -> Path:
+        """Taught for less: it gets both right a third of the time or so, and what is wrong is often longer than what is right."""
+        return self.made("beginner", lambda path: self.teach(path, self.sevens, 66))
+
+    @cached_property
     def tutored(self) -> Path:
         """Taught for longer. How much of it a pupil knows after a number of steps differs between processors; this is the middle of a wide
         range in which it knows the answer, and not always the form."""

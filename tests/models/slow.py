@@ -18,13 +18,17 @@ SHAPES = ((9, (5, 1, 17)), (3, (8, 2)), (30, (1,)), (21, (26, 11, 26)))
 """Prompt length and completion lengths of four groups: single tokens among them, and sequences of several blocks of 8."""
 
 
-def random_groups(shapes: Sequence[tuple[int, Sequence[int]]] = SHAPES, vocabulary: int = 128, seed: int = 1) -> Groups:
+def random_groups(
+    shapes: Sequence[tuple[int, Sequence[int]]] = SHAPES, vocabulary: int = 128, seed: int = 1, common: int = 0
+) -> Groups:
+    """``common``: tokens with which all prompts begin."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> Ids:
         return [rng.randrange(vocabulary) for _ in range(count)]
 
-    return [(tokens(prompt), [tokens(n) for n in lengths]) for prompt, lengths in shapes]
+    beginning = tokens(common)
+    return [(beginning + tokens(prompt - common), [tokens(n) for n in lengths]) for prompt, lengths in shapes]
 
 
 def slow_logprobs(module: Any, groups: Groups, temperature: float = 1.0) -> Tensor:

@@ -64,9 +64,9 @@ def gradients_of(decoder: Decoder, groups: Groups, weights: Tensor) -> dict[str,
     return {name: tensor.grad.clone() for name, tensor in decoder.named_parameters() if tensor.grad is not None}
 
 
-def check_parity(model: Any, temperature: float = 1.0, **options: Any) -> None:
+def check_parity(model: Any, temperature: float = 1.0, groups: Groups | None = None, **options: Any) -> None:
     """Packed against slow: the logprobs, and the gradient of a weighted sum of them for every parameter of the module."""
-    reference, groups = copy.deepcopy(model), random_groups()
+    reference, groups = copy.deepcopy(model), groups or random_groups()
     decoder = Decoder(model, **options)
     ours, expected = decoder.logprobs(decoder.prepare(groups), temperature), slow_logprobs(reference, groups, temperature)
     assert ours.dtype == torch.float32
@@ -95,6 +95,36 @@ def test_packed_equals_one_completion_at_a_time(
 @pytest.mark.parametrize("attention", ["blocked", "sdpa"])
 def test_whole_sequences_in_one_block(attention: str, tiny_llama: Callable[..., Any]) -> None:
     check_parity(tiny_llama(), attention=attention)
+
+
+@pytest.mark.parametrize("window", [None, 4, 12], ids=lambda window: f"window {window}")
+@pytest.mark.usefixtures("small_blocks")
+def test_what_prompts_begin_with_computed_once(window: int | None, tiny_mistral: Callable[..., Any]) -> None:
+    groups = random_groups(((12, (5, 1, 17)), (11, (8, 2)), (30, (1,)), (21, (26, 11, 26))), common=10)
+    model = tiny_mistral(sliding_window=window)
+    rows = [len(Decoder(copy.deepcopy(model), attention=kind).prepare(groups).token_ids_R) for kind in ("blocked", "sdpa")]
+    assert rows[0] == rows[1] - 3 * 10
+    check_parity(model, groups=groups, attention="blocked")
+
+
+def test_many_groups_lose_nothing_of_their_sum_in_bf16(tiny_llama: Callable[..., Any]) -> None:
+    """What prompts begin with has a gradient of as many terms as groups."""
+    groups = random_groups(((12, (9, 9)),) * 48, common=11)
+    weights = token_weights(48 * 18)
+
+    def gradients(dtype: torch.dtype, shared: bool) -> dict[str, Tensor]:
+        decoder = Decoder(tiny_llama().to(dtype), attention="blocked")
+        packed = decoder.prepare(groups) if shared else packing.pack(groups)
+        (decoder.logprobs(packed) * weights).sum().backward()
+        return {name: tensor.grad.float() for name, tensor in decoder.named_parameters() if tensor.grad is not None}
+
+    exact = gradients(torch.float32, shared=False)
+
+    def error(found: dict[str, Tensor]) -> float:
+        return sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
+
+    assert error(gradients(torch.float32, shared=True)) < 1e-3 * error(apart := gradients(torch.bfloat16, shared=False))
+    assert error(gradients(torch.bfloat16, shared=True)) < 1.1 * error(apart)
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3, YARN, LINEAR], ids=lambda scaling: scaling["rope_type"])

@@ -112,13 +112,42 @@ def test_a_frozen_head_says_what_the_pass_without_gradients_says(tokens: int, te
 
 
 @needs_kernels
-def test_a_frozen_head_is_multiplied_twice_and_a_trained_one_four_times() -> None:
-    hidden, weight, targets, grad = inputs(3 * ROWS)
-    for frozen, products in ((True, 2), (False, 4)):
-        narrow, head = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_(not frozen)
-        with Products() as seen:
-            token_logprobs(narrow, head, targets).backward(grad)
-        assert seen.multiplied == products * 3 * ROWS * VOCABULARY * WIDTH
+@pytest.mark.parametrize(
+    ("frozen", "kept", "products"),
+    [(True, 0, 2), (False, VOCABULARY, 3), (False, 0, 4), (False, VOCABULARY // 2, 4 - 3 * 7 / VOCABULARY)],
+    ids=["frozen", "all kept", "nothing kept", "three slices of 7 kept"],
+)
+def test_how_often_a_head_is_multiplied(frozen: bool, kept: int, products: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 3 * ROWS
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", 2 * tokens * kept)
+    hidden, weight, targets, grad = inputs(tokens)
+    narrow, head = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_(not frozen)
+    with Products() as seen:
+        token_logprobs(narrow, head, targets).backward(grad)
+    assert seen.multiplied == pytest.approx(products * tokens * VOCABULARY * WIDTH)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kept", [1, VOCABULARY // 2, VOCABULARY])
+def test_kept_logits_give_the_same_gradients_to_the_last_bit(
+    kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = 3 * ROWS + 2
+    hidden, weight, targets, grad = inputs(tokens)
+    narrow, head = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+
+    def gradients(kept: int) -> list[Tensor]:
+        monkeypatch.setattr(logprobs, "KEPT_LOGITS", dtype.itemsize * tokens * kept)
+        ours, entropy = token_logprobs_and_entropy(narrow, head, targets, 0.7)
+        learnt = (ours * grad + 0.1 * entropy).sum()
+        first = torch.autograd.grad(learnt, (narrow, head), retain_graph=True)
+        return [*first, *torch.autograd.grad(learnt, (narrow, head)), *torch.autograd.grad(
+            token_logprobs(narrow, head, targets), (narrow, head), grad
+        )]  # fmt: skip
+
+    for found, wanted in zip(gradients(kept), gradients(0), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @needs_kernels

@@ -9,7 +9,7 @@ from torch import Tensor
 from groupwise.models import attention, blocked_attention
 from groupwise.models.attention import plan_rectangles
 from groupwise.models.blocked_attention import plan_blocks
-from groupwise.models.packing import Packed, pack, pack_prompts
+from groupwise.models.packing import Packed, pack, pack_prompts, rows_in, worth_sharing
 
 from .slow import SHAPES, Groups, random_groups
 
@@ -46,42 +46,49 @@ def counted_pairs_in_two_parts(packed: Packed, window: int | None = None) -> Ten
     for part in plan.shared:
         for i in range(part.count):
             low = 0 if part.low is None else int(part.low[i])
-            counts[part.first + i, part.prompt + low : part.prompt + part.keys] += 1
+            for j in [row for first, count in part.seen for row in range(first, first + count)][low:]:
+                counts[part.first + i, j] += 1
     return counts[:rows, :rows]
 
 
-def causal_pairs(groups: Groups, window: int = 10**6) -> Tensor:
+def causal_pairs(groups: Groups, window: int = 10**6, common: int = 0) -> Tensor:
     """``[R, R]`` by definition: a row sees itself, the earlier rows of its own sequence, and its group's whole prompt, as far back as
-    the window goes."""
-    owner: list[tuple[int, int]] = []  # (group, completion), -1 for the prompt
-    place: list[int] = []
+    the window goes. The first ``common`` rows are of every prompt."""
+    owner: list[tuple[int, int]] = [(-1, -1)] * common  # (group, completion), -1 for the prompt
+    place: list[int] = [*range(common)]
+    rows = [(g, -1, range(common, len(prompt))) for g, (prompt, _) in enumerate(groups)]
     for g, (prompt, completions) in enumerate(groups):
-        owner += [(g, -1)] * len(prompt)
-        place += range(len(prompt))
-        for c, completion in enumerate(completions):
-            owner += [(g, c)] * (len(completion) - 1)
-            place += range(len(prompt), len(prompt) + len(completion) - 1)
+        rows += [(g, c, range(len(prompt), len(prompt) + len(ids) - 1)) for c, ids in enumerate(completions)]
+    for g, c, places in rows if common else sorted(rows, key=lambda row: row[:2]):
+        owner += [(g, c)] * len(places)
+        place += places
 
     def sees(i: int, j: int) -> bool:
         own, other = owner[i], owner[j]
-        return j <= i and (own == other or other == (own[0], -1)) and place[i] - place[j] < window
+        return j <= i and other in (own, (own[0], -1), (-1, -1)) and place[i] - place[j] < window
 
     return torch.tensor([[sees(i, j) for j in range(len(owner))] for i in range(len(owner))])
 
 
 @pytest.mark.parametrize(("query_block", "budget"), [(256, 262_144), (8, 600), (8, 1), (1, 40), (7, 10_000)])
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 30])
-@pytest.mark.parametrize("shapes", [SHAPES, ((1, (1,)), (1, (2, 1)), (16, (9, 8, 17))), ((17, ()), (8, ()))])
+@pytest.mark.parametrize(
+    ("shapes", "common"),
+    [
+        (SHAPES, 0), (SHAPES, 2), (((12, (5, 1, 17)), (11, (8, 2)), (30, (1,)), (21, (26,))), 10),
+        (((1, (1,)), (1, (2, 1)), (16, (9, 8, 17))), 0), (((17, ()), (8, ())), 0), (((17, ()), (8, ())), 7),
+    ],
+)  # fmt: skip
 def test_blocks_cover_each_causal_pair_once(
-    shapes: tuple[tuple[int, tuple[int, ...]], ...], query_block: int, budget: int, window: int | None,
+    shapes: tuple[tuple[int, tuple[int, ...]], ...], common: int, query_block: int, budget: int, window: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for module in (blocked_attention, attention):
         monkeypatch.setattr(module, "QUERY_BLOCK", query_block)
         monkeypatch.setattr(module, "SCORE_BUDGET", budget)
-    groups = random_groups(shapes)
-    packed = pack(groups)
-    expected = causal_pairs(groups, window or 10**6).long()
+    groups = random_groups(shapes, common=common)
+    packed = pack(groups, common)
+    expected = causal_pairs(groups, window or 10**6, common).long()
     assert torch.equal(counted_pairs(packed, window), expected)
     assert torch.equal(counted_pairs_in_two_parts(packed, window), expected)
     for block in plan_rectangles(packed.spans, window).blocks:
@@ -92,12 +99,13 @@ def test_blocks_cover_each_causal_pair_once(
     for own in plan.own:
         assert own.queries <= query_block
         assert own.sequences == 1 or own.sequences * own.queries * own.keys <= budget
-    assert all(part.count == 1 or part.count * part.keys <= budget for part in plan.shared)
+    assert all(part.count == 1 or part.count * rows_in(part.seen) <= budget for part in plan.shared)
 
 
-def test_each_token_is_predicted_from_the_one_before_it() -> None:
-    groups = random_groups()
-    packed = pack(groups)
+@pytest.mark.parametrize("common", [0, 2])
+def test_each_token_is_predicted_from_the_one_before_it(common: int) -> None:
+    groups = random_groups(common=common)
+    packed = pack(groups, common)
     sequences = [(prompt, completion) for prompt, completions in groups for completion in completions]
     expected_before, expected_positions, expected_sequence, expected_targets = [], [], [], []
     for n, (prompt, completion) in enumerate(sequences):
@@ -127,6 +135,28 @@ def test_a_prompt_lies_there_once_and_last_tokens_are_no_inputs() -> None:
     assert packed.token_ids_R.tolist() == rows
     assert packed.positions_R.tolist() == positions
     assert packed.last_rows.tolist() == last
+
+
+def test_what_prompts_begin_with_lies_there_once_and_each_prompt_keeps_a_token() -> None:
+    groups = [([1, 2, 3, 4], [[7, 8], [9]]), ([1, 2], [[5, 6]]), ([1, 2, 4], [[5]])]
+    assert worth_sharing(groups) == 1, "all begin with two tokens, and one prompt has no more"
+    packed = pack(groups, 1)
+    assert packed.token_ids_R.tolist() == [1, 2, 3, 4, 2, 2, 4, 7, 5]
+    assert packed.positions_R.tolist() == [0, 1, 2, 3, 1, 1, 2, 4, 2]
+    assert packed.last_rows.tolist() == [3, 4, 6]
+    with pytest.raises(AssertionError, match="one token of its own"):
+        pack(groups, 2)
+
+
+def test_a_beginning_is_shared_where_it_saves_a_fiftieth_of_the_rows() -> None:
+    def groups(completion: int) -> Groups:
+        return [([1, 2, last], [[5] * (completion + 1)]) for last in (3, 4)]
+
+    assert worth_sharing(groups(47)) == 2, "2 of 100 rows"
+    assert worth_sharing(groups(48)) == 0, "2 of 102 rows"
+    assert worth_sharing(groups(1)[:1]) == 0, "one prompt shares nothing"
+    assert worth_sharing([]) == 0
+    assert worth_sharing([([1, 2], [[5]]), ([3, 2], [[5]])]) == 0
 
 
 def test_prompts_alone() -> None:

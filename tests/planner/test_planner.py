@@ -100,7 +100,7 @@ def test_what_a_pass_keeps_on_cpu_is_what_autograd_saves(request, family, adapte
     if adapted:
         model = attach(model, peft_config_of(setup.config.model.lora))
     scorer = make_scorer(Policy(model, None, (), 256, "tiny"), setup.config.model)
-    packed = scorer.prepare([(range(1, 41), [range(3, 53)] * 4)] * 2)
+    packed = scorer.prepare([(range(first, first + 40), [range(3, 53)] * 4) for first in (1, 2)])  # plans suppose nothing alike
     assert batch.rows == len(packed.token_ids_R)
     assert batch.tokens == len(packed.targets_T)
     found, _ = saved_bytes(scorer, packed)

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from groupwise.limits import ATTENTION_SCORES, QUERY_BLOCK
 from groupwise.models.blocked_attention import BlockedPlan, plan_blocks
 from groupwise.models.ops import rotate_heads
-from groupwise.models.packing import Packed, Span
+from groupwise.models.packing import Packed, Span, Stretches, end_of, rows_in
 from groupwise.models.varlen_attention import Runs, fits, plan_runs
 
 __all__ = [
@@ -123,12 +123,10 @@ def plan_rectangles(spans: Sequence[Span], window: int | None = None, device: to
 
     All indices go to ``device`` at once, and nothing has to be asked of it, neither here nor in the layers.
     """
-    cuts: list[_Cut] = []
-    prompts = [s for s in spans if s.prompt is None]
-    cuts += _cut([s.start for s in prompts], [s.length for s in prompts], None, window)
-    for prompt in prompts:
-        own = [s for s in spans if s.prompt == (prompt.start, prompt.length)]
-        cuts += _cut([s.start for s in own], [s.length for s in own], (prompt.start, prompt.length), window)
+    families: dict[Stretches, list[Span]] = {}
+    for span in spans:
+        families.setdefault(span.before, []).append(span)
+    cuts = [cut for before, own in families.items() for cut in _cut(own, before, window)]
     rows = [cut.rows() for cut in cuts]
     count = sum(s.length for s in spans)
     places = torch.zeros(count + 1, dtype=torch.long)  # padding's go to the last
@@ -140,7 +138,7 @@ def plan_rectangles(spans: Sequence[Span], window: int | None = None, device: to
     masks: dict[tuple[int | None, ...], Tensor] = {}
     blocks = []
     for cut, query_rows, key_rows in zip(cuts, of_queries, of_keys, strict=True):
-        prefix = cut.prefix[1] if cut.prefix else 0
+        prefix = rows_in(cut.prefix)
         shape = (cut.end - cut.offset, prefix + cut.end - cut.first, prefix + cut.offset - cut.first, cut.window)
         if shape not in masks:
             masks[shape] = _visible(*shape, places.device)
@@ -171,8 +169,8 @@ class _Cut:
     first: int
     offset: int
     end: int
-    prefix: tuple[int, int] | None
-    """First row and length of what is seen of the shared prompt."""
+    prefix: Stretches
+    """What is seen of the shared prompt."""
     window: int | None
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,24 +179,24 @@ class _Cut:
         lengths = torch.tensor([n for _, n in self.part])[:, None]
         q, k = torch.arange(self.offset, self.end)[None], torch.arange(self.first, self.end)[None]
         valid = q < lengths
-        shared = torch.arange(self.prefix[0], sum(self.prefix)) if self.prefix else q.new_empty(0)
+        shared = [torch.arange(first, first + count) for first, count in self.prefix]
         own = torch.where(k < lengths, starts + k, 0).flatten()
-        return torch.where(valid, starts + q, 0).flatten(), valid.flatten(), torch.cat([shared, own])
+        return torch.where(valid, starts + q, 0).flatten(), valid.flatten(), torch.cat([*shared, own])
 
 
-def _cut(starts: Sequence[int], lengths: Sequence[int], prompt: tuple[int, int] | None, window: int | None) -> list[_Cut]:
-    """Cut the causal attention of several sequences (rows ``start .. start + length``) into rectangles."""
+def _cut(spans: Sequence[Span], stretches: Stretches, window: int | None) -> list[_Cut]:
+    """Cut the causal attention of several sequences, all behind ``stretches``, into rectangles."""
     out: list[_Cut] = []
-    before = prompt[1] if prompt else 0
-    for offset in range(0, max(lengths, default=0), QUERY_BLOCK):
-        alive = [(s, n) for s, n in zip(starts, lengths, strict=True) if n > offset]
+    before = rows_in(stretches)
+    for offset in range(0, max((s.length for s in spans), default=0), QUERY_BLOCK):
+        alive = [(s.start, s.length) for s in spans if s.length > offset]
         alive.sort(key=lambda pair: -pair[1])
         hidden = 0 if window is None else max(0, before + offset - window + 1)  # positions that no query of the block sees
-        prefix = (prompt[0] + hidden, before - hidden) if prompt and hidden < before else None
+        prefix = end_of(stretches, max(0, before - hidden))
         first = max(0, hidden - before)
         while alive:
             end = min(alive[0][1], offset + QUERY_BLOCK)
-            width = end - first + (prefix[1] if prefix else 0)
+            width = end - first + rows_in(prefix)
             take = max(1, SCORE_BUDGET // ((end - offset) * width))
             part, alive = alive[:take], alive[take:]
             out.append(_Cut(part, first, offset, end, prefix, None if window is None or before + end <= window else window))

@@ -3,7 +3,7 @@
 A completion's row attends to its group's prompt and to the earlier rows of its own completion. The two parts are different products:
 
 - *shared*: the rows of a whole group lie beside each other and all see all of the prompt, so they are one dense product with its
-  single copy of keys and values: no padding, no mask;
+  single copy of keys and values: no padding, no mask. So are rests of prompts, behind what all prompts begin with;
 - *own*: sequences (prompts too) by rectangles of so many sequences x queries x keys, causal.
 
 Where a layer has a sliding window, keys that no query of a block sees are left out, and a mask hides those that only some see.
@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from groupwise.models.native import calls as native
-from groupwise.models.packing import Span
+from groupwise.models.packing import Span, Stretches, end_of, rows_in
 
 __all__ = ["BlockedPlan", "Statistics", "attend", "attend_backward", "plan_blocks"]
 
@@ -55,14 +56,13 @@ class OwnBlock:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
-    """Rows ``first .. first + count`` of one group's completions against its prompt, or the end of it that their windows reach."""
+    """Rows ``first .. first + count`` of one group's completions against its prompt, or the end of it that their windows reach; or of
+    prompts' rests against what all prompts begin with."""
 
     first: int
     count: int
-    prompt: int
-    """The first row of the prompt that is seen."""
-    keys: int
-    """Rows of it from there on."""
+    seen: Stretches
+    """Where the keys lie, in the order of positions."""
     low: Tensor | None = None
     """``[count]``: the first of these that each row sees; None where all see all."""
 
@@ -73,6 +73,8 @@ class BlockedPlan:
 
     own: tuple[OwnBlock, ...]
     shared: tuple[SharedBlock, ...]
+    common: int = 0
+    """The first rows that are there for several groups: what their prompts begin with."""
 
     def to(self, device: torch.device) -> BlockedPlan:
         def moved(low: Tensor | None) -> Tensor | None:
@@ -83,6 +85,7 @@ class BlockedPlan:
                 replace(b, query_rows=b.query_rows.to(device), key_rows=b.key_rows.to(device), low=moved(b.low)) for b in self.own
             ),
             tuple(replace(b, low=moved(b.low)) for b in self.shared),
+            self.common,
         )
 
 
@@ -106,15 +109,15 @@ def plan_blocks(spans: Sequence[Span], rows: int, window: int | None = None) -> 
             own.append(_own_block(alive[:take], first, offset, end, rows, window))
             alive = alive[take:]
     shared = []
-    for prompt, completions in _families(spans):
-        start = _first_seen(prompt.length, window)
-        for first, end in _runs(completions, window):
-            most = max(1, SCORE_BUDGET // (prompt.length - start))
+    for before, behind in _families(spans):
+        keys = rows_in(before) - _first_seen(rows_in(before), window)
+        for first, end in _runs(behind, window):
+            most = max(1, SCORE_BUDGET // keys)
             for at in range(first, end, most):
                 last = min(end, at + most)
-                low = _lows(completions, at, last, prompt.length - start, window)
-                shared.append(SharedBlock(at, last - at, prompt.start + start, prompt.length - start, low))
-    return BlockedPlan(tuple(own), tuple(shared))
+                shared.append(SharedBlock(at, last - at, end_of(before, keys), _lows(behind, at, last, keys, window)))
+    common = max((s.before[0][1] for s in spans if len(s.before) > 1), default=0)
+    return BlockedPlan(tuple(own), tuple(shared), common)
 
 
 def _first_seen(position: int, window: int | None) -> int:
@@ -132,10 +135,10 @@ def _own_block(part: Sequence[Span], first: int, offset: int, end: int, rows: in
     )  # fmt: skip
 
 
-def _runs(completions: Sequence[Span], window: int | None) -> list[tuple[int, int]]:
-    """Runs of adjacent rows that see anything of the prompt: the first row, and the row past the end."""
+def _runs(behind: Sequence[Span], window: int | None) -> list[tuple[int, int]]:
+    """Runs of adjacent rows that see anything of what is before them: the first row, and the row past the end."""
     out: list[tuple[int, int]] = []
-    for span in completions:
+    for span in behind:
         end = span.start + (span.length if window is None else min(span.length, window - 1))
         if out and out[-1][1] == span.start:
             out[-1] = (out[-1][0], end)
@@ -144,24 +147,20 @@ def _runs(completions: Sequence[Span], window: int | None) -> list[tuple[int, in
     return out
 
 
-def _lows(completions: Sequence[Span], first: int, end: int, keys: int, window: int | None) -> Tensor | None:
-    """The first of the prompt's last ``keys`` rows that each of the rows ``first .. end`` has in its window; None where all see all of
+def _lows(behind: Sequence[Span], first: int, end: int, keys: int, window: int | None) -> Tensor | None:
+    """The first of the last ``keys`` rows before them that each of the rows ``first .. end`` has in its window; None where all see all of
     them."""
     if window is None:
         return None
-    places = [at - s.start for s in completions for at in range(max(first, s.start), min(end, s.start + s.length))]
+    places = [at - s.start for s in behind for at in range(max(first, s.start), min(end, s.start + s.length))]
     low = (torch.tensor(places) + keys + 1 - window).clamp_(min=0)
     return low if bool(low.any()) else None
 
 
-def _families(spans: Sequence[Span]) -> Iterator[tuple[Span, list[Span]]]:
-    """Each prompt with its completions that have rows; they lie one after the other."""
-    for index, prompt in enumerate(spans):
-        if prompt.prompt is None:
-            end = index + 1
-            while end < len(spans) and spans[end].prompt is not None:
-                end += 1
-            yield prompt, [span for span in spans[index + 1 : end] if span.length]
+def _families(spans: Sequence[Span]) -> Iterator[tuple[Stretches, list[Span]]]:
+    """What sequences have before them, with those sequences that have rows; they lie one after the other."""
+    for before, behind in groupby((span for span in spans if span.length and span.before), key=lambda span: span.before):
+        yield before, list(behind)
 
 
 def _own_rows(rows: Tensor, index: Tensor, sequences: int, kv_heads: int) -> Tensor:
@@ -201,6 +200,11 @@ def _shared_rows(rows: Tensor, first: int, count: int, kv_heads: int) -> Tensor:
         return laid
     part = rows[first : first + count].view(count, kv_heads, -1, rows.shape[2])
     return part.transpose(0, 1).reshape(kv_heads, -1, rows.shape[2]).contiguous()
+
+
+def _seen_rows(rows: Tensor, seen: Stretches) -> Tensor:
+    """Rows ``seen`` of ``[R + 1, K, E]`` as ``[K, S, E]``, contiguous."""
+    return torch.cat([rows[first : first + count].transpose(0, 1) for first, count in seen], dim=1)
 
 
 def _from_shared(values: Tensor, count: int) -> Tensor:
@@ -250,6 +254,14 @@ def _delta(grad_out: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor
         return native.delta(grad_out, out, total)
     delta = ((grad_out.float() * out.float()).sum(-1, keepdim=True) / total).to(grad_out.dtype)
     return delta, grad_out / total.to(grad_out.dtype)
+
+
+def _add_seen(grad: Tensor, common: Tensor, values: Tensor, seen: Stretches) -> None:
+    """Add ``[K, S, E]`` to rows ``seen`` of ``grad`` ``[R + 1, K, E]``; where they are the first rows, which several groups see, to
+    ``common``, in fp32: there are as many terms as groups."""
+    for (first, count), part in zip(seen, values.transpose(0, 1).split([count for _, count in seen]), strict=True):
+        into = common if first < len(common) else grad
+        into[first : first + count] += part
 
 
 class _Lines(NamedTuple):
@@ -310,8 +322,8 @@ def _attend_shared(
     part: SharedBlock, query: Tensor, key: Tensor, value: Tensor, out: Tensor, statistics: Statistics, kv_heads: int
 ) -> None:
     """Add the prompt's share to rows whose own share is there, and divide by the sum over both."""
-    rows, prompt = slice(part.first, part.first + part.count), slice(part.prompt, part.prompt + part.keys)
-    k, v = (x[prompt].transpose(0, 1).contiguous() for x in (key, value))
+    rows = slice(part.first, part.first + part.count)
+    k, v = (_seen_rows(x, part.seen) for x in (key, value))
     weights, largest, sums = _weights(
         _shared_rows(query, part.first, part.count, kv_heads), k, _lines(part, query.shape[1] // kv_heads)
     )
@@ -345,12 +357,15 @@ def attend_backward(
         _add_own(grad_value, own.key_rows, torch.bmm(weights.transpose(1, 2), g), own, kv_heads)
         _add_own(grad_key, own.key_rows, torch.bmm(grad_scores.transpose(1, 2), q), own, kv_heads)
         _put_own(grad_query, own.query_rows, torch.bmm(grad_scores, k), own, kv_heads)
+    common = torch.zeros(2, plan.common, *key.shape[1:], dtype=torch.promote_types(key.dtype, torch.float32), device=key.device)
     for part in plan.shared:
         q, g, d, t = (_shared_rows(x, part.first, part.count, kv_heads) for x in (query, grad_out, delta, statistics.top))
-        prompt = slice(part.prompt, part.prompt + part.keys)
-        k, v = (x[prompt].transpose(0, 1).contiguous() for x in (key, value))
+        k, v = (_seen_rows(x, part.seen) for x in (key, value))
         weights, grad_scores = _weights_and_gradient((q, g, d, t), k, v, _lines(part, unit))
-        grad_value[prompt] += torch.bmm(weights.transpose(1, 2), g).transpose(0, 1)
-        grad_key[prompt] += torch.bmm(grad_scores.transpose(1, 2), q).transpose(0, 1)
+        _add_seen(grad_value, common[0], torch.bmm(weights.transpose(1, 2), g), part.seen)
+        _add_seen(grad_key, common[1], torch.bmm(grad_scores.transpose(1, 2), q), part.seen)
         grad_query[part.first : part.first + part.count] += _from_shared(torch.bmm(grad_scores, k), part.count)
+    if plan.common:
+        grad_value[: plan.common] += common[0]
+        grad_key[: plan.common] += common[1]
     return torch.cat([grad_query.mul_(rotated.shape[-1] ** -0.5 if scale is None else scale), grad_key, grad_value], dim=1)

@@ -3,7 +3,8 @@
 The output head is the largest matrix of a small model and its logits would be the largest tensor of the whole step. Both directions
 therefore go over the vocabulary in slices. Forward keeps a running maximum and sum for each row; backward computes a slice's logits
 again, turns them into the gradient of the logits, and with it makes that slice of the head's gradient at once: a product over all
-rows, which is fast, and which needs no adding up.
+rows, which is fast, and which needs no adding up. On CPUs the first slices' logits are kept, as far as there is room for them
+(``limits.KEPT_LOGITS``), and not computed again.
 
 A head that takes no gradient, as beside an adapter, needs no second look at the logits: a log-probability's gradient by its row's hidden
 state is known as soon as the row's logits are, and backward only scales it (``_FrozenHead``). Axes: T tokens, D model width,
@@ -12,7 +13,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from groupwise.limits import LOGIT_COLUMNS, LOGIT_ROWS, logit_columns
+from groupwise.limits import KEPT_LOGITS, LOGIT_COLUMNS, LOGIT_ROWS, logit_columns
 from groupwise.models.devices import product_gives_fp32
 from groupwise.models.native import calls as native
 from groupwise.models.ops import kernels_fit, triton_kernels
@@ -96,14 +97,15 @@ def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool, kept: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probabilities, log-sum-exps, and entropies if asked for; ``[T]`` in fp32 each."""
+    """Log-probabilities, log-sum-exps, and entropies if asked for; ``[T]`` in fp32 each. ``kept``: takes the first slices' logits, before
+    the temperature, where the kernels fit."""
     chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
     top = torch.full_like(chosen, float("-inf"))
     total, weighted = torch.zeros_like(chosen), torch.zeros_like(chosen)  # sums of exp(s - top), and of exp(s - top) (s - top)
     if native.fits(hidden):
-        _take_by_kernels(hidden, weight, targets, temperature, chosen, top, total, weighted if entropy else None)
+        _take_by_kernels(hidden, weight, targets, temperature, chosen, top, total, weighted if entropy else None, kept)
     else:
         _take(hidden, weight, targets, temperature, chosen, top, total, weighted if entropy else None)
     log_total = total.log()
@@ -113,20 +115,21 @@ def _forward(
 
 def _take_by_kernels(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chosen: Tensor, top: Tensor, total: Tensor,
-    weighted: Tensor | None,
+    weighted: Tensor | None, kept: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """Like ``_take``, on logits in the weights' own dtype."""
     for rows in _row_tiles(hidden):
-        for columns in _slices(len(weight), len(targets), hidden.device):
-            _take_slice(hidden, weight, targets, temperature, chosen, top, total, weighted, rows, columns)
+        for index, columns in enumerate(_slices(len(weight), len(targets), hidden.device)):
+            out = kept[index][rows] if index < len(kept) else None
+            _take_slice(hidden, weight, targets, temperature, chosen, top, total, weighted, rows, columns, out)
 
 
 def _take_slice(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chosen: Tensor, top: Tensor, total: Tensor,
-    weighted: Tensor | None, rows: slice, columns: slice,
+    weighted: Tensor | None, rows: slice, columns: slice, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of some rows and one slice of the vocabulary; returns their logits, before the temperature."""
-    logits = hidden[rows] @ weight[columns].t()
+    """Of some rows and one slice of the vocabulary; returns their logits, before the temperature, in ``out`` if there is one."""
+    logits = torch.mm(hidden[rows], weight[columns].t(), out=out)
     inside, place = _place(targets[rows], columns)
     chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0].float() / temperature, chosen[rows])
     native.take_logits(logits, top[rows], total[rows], None if weighted is None else weighted[rows], temperature)
@@ -162,12 +165,25 @@ def _take(
             top[rows] = highest
 
 
+def _room(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+    """For the logits ``[T, columns]`` of the first slices, of which no more bytes are kept than ``KEPT_LOGITS``."""
+    room: list[Tensor] = []
+    if native.fits(hidden):
+        left = KEPT_LOGITS // max(1, len(hidden) * hidden.element_size())
+        for columns in _slices(len(weight), len(hidden), hidden.device):
+            if columns.stop > left:
+                break
+            room.append(hidden.new_empty(len(hidden), columns.stop - columns.start))
+    return room
+
+
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logprobs, normaliser, entropies = _forward(hidden, weight, targets, temperature, entropy)
+        ctx.kept = _room(hidden, weight)
+        logprobs, normaliser, entropies = _forward(hidden, weight, targets, temperature, entropy, ctx.kept)
         ctx.save_for_backward(hidden, weight, targets, normaliser, *(() if entropies is None else (entropies,)))
         ctx.temperature = temperature
         return logprobs, entropies
@@ -182,12 +198,15 @@ class _TokenLogprobs(Function):
         tile = None if by_kernels else _Tile(hidden, weight, ctx.temperature)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
+        kept, ctx.kept = ctx.kept[::-1], []  # gradients take their place, so another backward pass makes them all again
         for columns in _slices(len(weight), len(targets), hidden.device):
-            narrow = hidden.new_empty(len(targets), columns.stop - columns.start)
+            there = kept.pop() if kept else None
+            narrow = hidden.new_empty(len(targets), columns.stop - columns.start) if there is None else there
             for rows in _row_tiles(hidden):
                 entropies = None if of_entropy is None else (of_entropy[0][rows], of_entropy[1][rows])
                 if tile is None:
-                    torch.mm(hidden[rows], weight[columns].t(), out=narrow[rows])
+                    if there is None:
+                        torch.mm(hidden[rows], weight[columns].t(), out=narrow[rows])
                     place = targets[rows] - columns.start
                     native.logit_gradients(narrow[rows], normaliser[rows], grad[rows], entropies, place, ctx.temperature)
                     continue

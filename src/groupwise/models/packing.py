@@ -7,6 +7,10 @@ A group travels as its prompt, once, and its completions, ragged, without paddin
 Completion a.1 attends to prompt a and to itself, never to a.0. The result equals the computation in which the prompt is repeated
 before every completion (a parity test holds it to 1e-5), with the prompt's share of the work divided by G.
 
+What all prompts begin with (a chat template's start, a system prompt, worked examples) can be there once, too:
+
+    rows:  [ beginning | rest of a | rest of b | a.0 | a.1 | a.2 | b.0 | b.1 ]
+
 The last token of a completion is predicted but predicts nothing, so it is not an input: a completion of n tokens takes n - 1 rows.
 """
 
@@ -19,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "PackedTokens", "Span", "pack", "pack_prompts"]
+__all__ = ["Packed", "PackedTokens", "Span", "Stretches", "alike", "end_of", "pack", "pack_prompts", "rows_in", "worth_sharing"]
 
 
 class PackedTokens(Protocol):
@@ -37,14 +41,33 @@ class PackedTokens(Protocol):
     def lengths_N(self) -> Tensor: ...
 
 
+Stretches = tuple[tuple[int, int], ...]
+"""Rows that lie beside each other, by their first row and their number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence among the packed rows: a prompt, or the inputs of a completion."""
+    """One sequence among the packed rows: what prompts begin with, a prompt or its rest, or the inputs of a completion."""
 
     start: int
     length: int
-    prompt: tuple[int, int] | None
-    """First row and length of a completion's prompt; ``None`` for the prompt itself."""
+    before: Stretches = ()
+    """What all its rows see, in the order of positions: nothing for a prompt, for a completion its prompt."""
+
+
+def rows_in(stretches: Stretches) -> int:
+    return sum(count for _, count in stretches)
+
+
+def end_of(stretches: Stretches, count: int) -> Stretches:
+    """The last ``count`` of their rows."""
+    out: list[tuple[int, int]] = []
+    for first, length in reversed(stretches):
+        taken = min(length, count)
+        if taken:
+            out.append((first + length - taken, taken))
+        count -= taken
+    return tuple(reversed(out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +77,7 @@ class Packed:
     token_ids_R: Tensor
     positions_R: Tensor
     spans: tuple[Span, ...]
-    """Prompts, each followed by its completions, in the order of their rows."""
+    """In the order of their rows."""
     predict_rows_T: Tensor
     """The row whose output predicts each token."""
     targets_T: Tensor
@@ -76,15 +99,19 @@ class Packed:
         return replace(self, **moved)
 
 
-def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Packed:
+def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], common: int = 0) -> Packed:
     """Pack ``(prompt ids, [completion ids, ...])`` pairs. Every prompt and every completion must have at least one token.
 
     A completion's positions go on from its prompt's. The further segments of an episode that was forked come as pairs of their own
     (``Batch.samples``), so their positions begin with the history that they were sampled behind.
 
+    ``common``: tokens with which all prompts begin, and which take rows once; every rest has at least one token.
+
     >>> p = pack([([1, 2], [[7], [8, 9]])])
     >>> p.token_ids_R.tolist(), p.positions_R.tolist(), p.predict_rows_T.tolist(), p.targets_T.tolist()
     ([1, 2, 8], [0, 1, 2], [1, 1, 2], [7, 8, 9])
+    >>> pack([([1, 2], [[8, 9]]), ([1, 3], [[6, 5]])], common=1).token_ids_R.tolist()
+    [1, 2, 3, 8, 6]
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -92,25 +119,34 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Pac
     targets: list[int] = []
     sequence: list[int] = []
     lengths: list[int] = []
-    last_rows: list[int] = []
     spans: list[Span] = []
-    for prompt, completions in groups:
-        assert len(prompt) > 0, "a prompt has at least one token"
-        start, prompt_length = len(tokens), len(prompt)
-        tokens.extend(prompt)
-        positions.extend(range(prompt_length))
-        last_rows.append(len(tokens) - 1)
-        spans.append(Span(start, prompt_length, None))
+
+    def lay(ids: Sequence[int], before: Stretches) -> Stretches:
+        """Rows for ``ids``; returns what is seen behind them."""
+        start, position = len(tokens), rows_in(before)
+        tokens.extend(ids)
+        positions.extend(range(position, position + len(ids)))
+        spans.append(Span(start, len(ids), before))
+        return (*before, (start, len(ids)))
+
+    def lay_prompt(prompt: Sequence[int], beginning: Stretches) -> Stretches:
+        assert len(prompt) > common, "a prompt has at least one token of its own"
+        return lay(prompt[common:], beginning)
+
+    # All rests lie beside each other, so that they see the beginning as one block.
+    beginning = lay(groups[0][0][:common], ()) if common else ()
+    rests = [lay_prompt(prompt, beginning) for prompt, _ in groups] if common else []
+    last_rows: list[int] = []
+    for index, (prompt, completions) in enumerate(groups):
+        before = rests[index] if common else lay_prompt(prompt, ())
+        last_rows.append(sum(before[-1]) - 1)
         for completion in completions:
             assert len(completion) > 0, "a completion has at least one token"
-            n = len(completion)
-            spans.append(Span(len(tokens), n - 1, (start, prompt_length)))
-            predict.extend([last_rows[-1], *range(len(tokens), len(tokens) + n - 1)])
+            predict.extend([last_rows[-1], *range(len(tokens), len(tokens) + len(completion) - 1)])
             targets.extend(completion)
-            sequence.extend([len(lengths)] * n)
-            lengths.append(n)
-            tokens.extend(completion[:-1])
-            positions.extend(range(prompt_length, prompt_length + n - 1))
+            sequence.extend([len(lengths)] * len(completion))
+            lengths.append(len(completion))
+            lay(completion[:-1], before)
     return Packed(
         token_ids_R=torch.tensor(tokens, dtype=torch.long),
         positions_R=torch.tensor(positions, dtype=torch.long),
@@ -125,14 +161,38 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Pac
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], common: int = 0) -> Packed:
-    """Prompts alone, for prefilling a cache. The first ``common`` tokens, with which all of them begin, take rows once, before all rests;
-    every rest has at least one token.
+    """Prompts alone, for prefilling a cache; ``common`` as in ``pack``.
 
     >>> pack_prompts([[4, 5, 6], [4, 5, 7, 8]], common=2).token_ids_R.tolist()
     [4, 5, 6, 7, 8]
     """
-    if not common:
-        return pack([(prompt, ()) for prompt in prompts])
-    rests = [prompt[common:] for prompt in prompts]
-    packed = pack([(prompts[0][:common], [[*rest, 0] for rest in rests])])  # what follows a rest is not an input
-    return replace(packed, last_rows=common - 1 + torch.tensor([len(rest) for rest in rests]).cumsum(0))
+    return pack([(prompt, ()) for prompt in prompts], common)
+
+
+def alike(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all ``prompts`` begin with; there is at least one.
+
+    >>> alike([(1, 2, 3), (1, 2, 4), (1, 2)])
+    2
+    """
+    # What the first and the last in order have in common, all between them have.
+    first, last = min(ids := [tuple(prompt) for prompt in prompts]), max(ids)
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+
+
+WORTH_SHARING = 0.02
+"""Share of a pass's rows that must be saved where what prompts begin with is computed once."""
+
+
+def worth_sharing(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> int:
+    """``pack``'s ``common`` for ``groups``: as many tokens as leave each prompt one of its own, or 0 where too few rows are saved.
+
+    >>> worth_sharing([([1, 2, 3], [[7, 8]]), ([1, 2], [[9]])]), worth_sharing([([1, 2, 3], [[7, 8]])])
+    (1, 0)
+    """
+    if len(groups) < 2:
+        return 0
+    prompts = [prompt for prompt, _ in groups]
+    common = min(alike(prompts), min(map(len, prompts)) - 1)
+    rows = sum(len(prompt) + sum(len(ids) - 1 for ids in completions) for prompt, completions in groups)
+    return common if common * (len(groups) - 1) >= WORTH_SHARING * rows else 0

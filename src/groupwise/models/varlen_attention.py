@@ -64,11 +64,13 @@ class Runs:
 
 
 def plan_runs(spans: Sequence[Span], device: torch.device) -> Runs:
-    """``spans``: as of ``Packed``, in the order of their rows. Everything goes to ``device`` in two copies that nobody waits for."""
+    """``spans``: as of ``Packed``, in the order of their rows, where no sequence has more before it than one stretch of rows. Everything
+    goes to ``device`` in two copies that nobody waits for."""
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
-        if span.prompt is not None and span.length:
-            groups.setdefault(span.prompt, []).append(span)
+        if span.before and span.length:
+            (prompt,) = span.before
+            groups.setdefault(prompt, []).append(span)
     sizes = [
         [span.length for span in spans if span.length],
         [sum(span.length for span in own) for own in groups.values()],

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from groupwise.limits import (
     ATTENTION_SCORES,
     CACHE_ROOM,
+    KEPT_LOGITS,
     LOGIT_COLUMNS,
     LOGIT_ROWS,
     PREFILL_TOKENS,
@@ -118,7 +119,8 @@ def passing_bytes(setup: Setup, batch: MicroBatchSize) -> int:
 def logits(setup: Setup, batch: MicroBatchSize, *, learnt: bool) -> Item:
     """The output head: its input before and after the norm, a tile of fp32 logits, their gradient, and the input's gradient.
 
-    ``learnt``: in a pass with gradients. On CPUs a frozen head then takes some rows' logits over the whole vocabulary.
+    ``learnt``: in a pass with gradients. On CPUs a frozen head then takes some rows' logits over the whole vocabulary, and one that
+    learns keeps some logits.
     """
     shape, s, tokens = setup.shape, setup.weight_bytes, batch.tokens
     if learnt and setup.adapted and setup.device == "cpu":
@@ -129,6 +131,11 @@ def logits(setup: Setup, batch: MicroBatchSize, *, learnt: bool) -> Item:
     rows = min(tokens, LOGIT_ROWS[setup.device])
     tile = 4 * rows * LOGIT_COLUMNS + s * rows * width  # fp32, and the product it is copied from
     tiles = tile + tokens * (s * width + shape.width * (2 * s + 4))
+    if learnt and setup.device == "cpu":
+        kept = min(KEPT_LOGITS, s * tokens * shape.vocabulary)
+        return Item(
+            "logits tiles", tiles + kept, f"4 tile x 4096 + T (s slice + D (2s + 4)) + s T V, at most {KEPT_LOGITS // _MIB} MiB"
+        )
     return Item("logits tiles", tiles, "4 tile x 4096 + T (s slice + D (2s + 4))")
 
 

@@ -37,7 +37,7 @@ from groupwise.metrics import Metric
 from groupwise.models.decoder import Decoder, MergedDecoder
 from groupwise.models.native.calls import LANES, fits
 from groupwise.models.ops import rms_norm
-from groupwise.models.packing import pack_prompts
+from groupwise.models.packing import alike, pack_prompts
 from groupwise.threads import adapt_threads
 from groupwise.types import Completion, Prompt
 
@@ -120,8 +120,8 @@ class _Call:
         drawn = self.request.drawn or [0] * len(self.request.prompts)
         ids = [prompt.token_ids[: len(prompt.token_ids) - n] for prompt, n in zip(self.request.prompts, drawn, strict=True)]
         self.shared = split_prompts(ids, self.request.samples_per_prompt)
-        alike = None if self.shared is not None else split_prompts([*set(ids)], 1)
-        self.common = min(alike, min(map(len, ids)) - 1) if alike else 0  # each prompt has a last token of its own
+        beginning = None if self.shared is not None else split_prompts([*set(ids)], 1)
+        self.common = min(beginning, min(map(len, ids)) - 1) if beginning else 0  # each prompt has a last token of its own
 
     @property
     def missing(self) -> int:
@@ -206,8 +206,7 @@ def split_prompts(prompts: Sequence[tuple[int, ...]], samples: int) -> int | Non
     """
     if not prompts:
         return None
-    first, last = min(prompts), max(prompts)  # what these two have in common, all between them have
-    common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    common = alike(prompts)
     apart = sum(map(len, set(prompts)))
     split = common + samples * sum(len(prompt) - common for prompt in prompts)
     return common if common > 0 and split < WORTH_SPLITTING * apart else None
