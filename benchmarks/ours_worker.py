@@ -15,7 +15,7 @@ from groupwise.engines import SamplingSettings, make_engine
 from groupwise.memory import keep_freed_memory, peak_memory_bytes
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import load_policy
-from groupwise.models.packing import alike
+from groupwise.models.packing import common_tokens
 from groupwise.models.scorer import make_scorer
 from groupwise.rewards.load import LoadedReward
 from groupwise.rewards.suite import RewardSuite
@@ -62,7 +62,7 @@ class OurStep:
     def floor(self, prompt_lengths: list[int], lengths: list[list[int]]) -> dict[str, Any]:
         """Seconds that the matrix products of such a step take alone."""
         assert isinstance(self.learner.scorer, Decoder)
-        return floor_seconds(self.learner.scorer, prompt_lengths, lengths, alike([p.token_ids for p in self.prompts]))
+        return floor_seconds(self.learner.scorer, prompt_lengths, lengths, common_tokens([p.token_ids for p in self.prompts]))
 
 
 class OurSampler:

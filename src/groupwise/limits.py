@@ -36,7 +36,8 @@ LOGIT_ROWS = {"cpu": 512, "cuda": 2**15}
 LOGIT_GRADIENT_ELEMENTS = 2**25
 """most elements of the gradient of a slice's logits over all rows, in the weights' dtype."""
 KEPT_LOGITS = 256 * 2**20
-"""Bytes of logits that the output head's forward pass leaves to its backward pass on CPUs, which makes the others again."""
+"""Most bytes of logits that the output head's forward pass keeps for its backward pass, on CPUs. The backward pass computes all others
+again."""
 GRADIENT_BUCKET = 16 * 2**20
 """Numbers of gradients that processes with whole weights add up in one message: 64 MiB in fp32."""
 ZERO_BUCKET = 50_000_000

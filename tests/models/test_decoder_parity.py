@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from groupwise.config.schema import ModelConfig
 from groupwise.models import attention, blocked_attention, packing
 from groupwise.models.attention import attend_by_library, plan_rectangles
-from groupwise.models.blocked_attention import attend, plan_blocks
+from groupwise.models.blocked_attention import BlockedPlan, attend, attend_backward, plan_blocks
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.load import Policy, save_model
 from groupwise.models.scorer import make_scorer
@@ -81,15 +82,18 @@ def check_parity(model: Any, temperature: float = 1.0, groups: Groups | None = N
 @pytest.mark.parametrize(
     "gradient_checkpointing", [pytest.param(False, marks=pytest.mark.slow), True], ids=["kept", "recomputed"]
 )
-@pytest.mark.parametrize("attention", ["blocked", "sdpa"])
+@pytest.mark.parametrize(
+    ("attention", "common"), [("blocked", 0), ("blocked", 2), ("sdpa", 0)], ids=["blocked", "blocked, alike", "sdpa"]
+)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
 @pytest.mark.usefixtures("small_blocks")
 def test_packed_equals_one_completion_at_a_time(
-    family: str, tied: bool, attention: str, gradient_checkpointing: bool, tiny: Callable[..., Any]
+    family: str, tied: bool, attention: str, common: int, gradient_checkpointing: bool, tiny: Callable[..., Any]
 ) -> None:
-    model = tiny(family, tie_word_embeddings=tied)
-    check_parity(model, temperature=0.8, attention=attention, gradient_checkpointing=gradient_checkpointing)
+    model, groups = tiny(family, tie_word_embeddings=tied), random_groups(common=common)
+    assert packing.beginning_to_share(groups) == common
+    check_parity(model, 0.8, groups, attention=attention, gradient_checkpointing=gradient_checkpointing)
 
 
 @pytest.mark.parametrize("attention", ["blocked", "sdpa"])
@@ -107,24 +111,26 @@ def test_what_prompts_begin_with_computed_once(window: int | None, tiny_mistral:
     check_parity(model, groups=groups, attention="blocked")
 
 
-def test_many_groups_lose_nothing_of_their_sum_in_bf16(tiny_llama: Callable[..., Any]) -> None:
-    """What prompts begin with has a gradient of as many terms as groups."""
-    groups = random_groups(((12, (9, 9)),) * 48, common=11)
-    weights = token_weights(48 * 18)
+def test_gradients_of_what_many_groups_see_are_added_in_fp32() -> None:
+    """Keys and values of the beginning: as many terms as groups, of which sums in bf16 would lose the small ones."""
+    packed = packing.pack(random_groups(((12, (9, 9)),) * 200, common=11), 11)
+    rows, plan = len(packed.token_ids_R), plan_blocks(packed.spans, len(packed.token_ids_R))
+    assert plan.common == 11
+    generator = torch.Generator().manual_seed(0)
+    rotated, grad = (torch.randn(rows + 1, n, 16, generator=generator).bfloat16() for n in (4, 2))
+    rotated[rows] = grad[rows] = 0
 
-    def gradients(dtype: torch.dtype, shared: bool) -> dict[str, Tensor]:
-        decoder = Decoder(tiny_llama().to(dtype), attention="blocked")
-        packed = decoder.prepare(groups) if shared else packing.pack(groups)
-        (decoder.logprobs(packed) * weights).sum().backward()
-        return {name: tensor.grad.float() for name, tensor in decoder.named_parameters() if tensor.grad is not None}
+    def gradient(dtype: torch.dtype, plan: BlockedPlan) -> Tensor:
+        """Of the beginning's keys and values."""
+        out, statistics = attend(rotated.to(dtype), plan, 2, 1)
+        return attend_backward(grad.to(dtype), rotated.to(dtype), out, statistics, plan, 2, 1)[:11, 2:].double()
 
-    exact = gradients(torch.float32, shared=False)
-
-    def error(found: dict[str, Tensor]) -> float:
-        return sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
-
-    assert error(gradients(torch.float32, shared=True)) < 1e-3 * error(apart := gradients(torch.bfloat16, shared=False))
-    assert error(gradients(torch.bfloat16, shared=True)) < 1.1 * error(apart)
+    exact = gradient(torch.float64, plan)
+    error, in_bf16 = (
+        float((gradient(torch.bfloat16, one) - exact).norm() / exact.norm()) for one in (plan, replace(plan, common=0))
+    )
+    assert error < 0.01
+    assert error < in_bf16 / 2
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3, YARN, LINEAR], ids=lambda scaling: scaling["rope_type"])

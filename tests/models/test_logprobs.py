@@ -151,6 +151,22 @@ def test_kept_logits_give_the_same_gradients_to_the_last_bit(
 
 
 @needs_kernels
+@pytest.mark.parametrize("room", [0, 1000, 1500, 2**20])
+def test_no_more_logits_are_kept_than_there_is_room_for_and_none_after_the_way_back(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, width = 3 * ROWS, 7
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", room)
+    hidden, weight, targets, grad = inputs(tokens)
+    ours = token_logprobs(hidden, weight, targets)
+    held = sum(tensor.nbytes for tensor in ours.grad_fn.kept)  # type: ignore[union-attr]
+    assert held <= room
+    assert held == 4 * tokens * VOCABULARY or held + 4 * tokens * width > room, "as many slices as fit"
+    ours.backward(grad, retain_graph=True)
+    assert ours.grad_fn.kept == []  # type: ignore[union-attr]
+
+
+@needs_kernels
 @pytest.mark.parametrize("certain", [0.0, 12.0])
 def test_a_frozen_narrow_head_is_as_exact_as_a_trained_one(certain: float) -> None:
     """``certain`` is added to the target's logit: where p is near 1, its gradient must not be what bf16 leaves of 1 - p."""
@@ -218,7 +234,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_nothing_of_tokens_times_vocabulary_is_made() -> None:
+def test_nothing_of_tokens_times_vocabulary_is_made_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", 0)
     tokens = 20 * ROWS
     hidden, weight, targets, grad = inputs(tokens)
     with Largest() as seen:

@@ -9,7 +9,7 @@ from torch import Tensor
 from groupwise.models import attention, blocked_attention
 from groupwise.models.attention import plan_rectangles
 from groupwise.models.blocked_attention import plan_blocks
-from groupwise.models.packing import Packed, pack, pack_prompts, rows_in, worth_sharing
+from groupwise.models.packing import Packed, beginning_to_share, pack, pack_prompts, rows_in
 
 from .slow import SHAPES, Groups, random_groups
 
@@ -139,24 +139,26 @@ def test_a_prompt_lies_there_once_and_last_tokens_are_no_inputs() -> None:
 
 def test_what_prompts_begin_with_lies_there_once_and_each_prompt_keeps_a_token() -> None:
     groups = [([1, 2, 3, 4], [[7, 8], [9]]), ([1, 2], [[5, 6]]), ([1, 2, 4], [[5]])]
-    assert worth_sharing(groups) == 1, "all begin with two tokens, and one prompt has no more"
+    assert beginning_to_share(groups) == 1, "all begin with two tokens, and one prompt has no more"
     packed = pack(groups, 1)
     assert packed.token_ids_R.tolist() == [1, 2, 3, 4, 2, 2, 4, 7, 5]
     assert packed.positions_R.tolist() == [0, 1, 2, 3, 1, 1, 2, 4, 2]
     assert packed.last_rows.tolist() == [3, 4, 6]
     with pytest.raises(AssertionError, match="one token of its own"):
         pack(groups, 2)
+    with pytest.raises(AssertionError, match="begin with the same"):
+        pack([([1, 2], [[7]]), ([2, 2], [[7]])], 1)
 
 
 def test_a_beginning_is_shared_where_it_saves_a_fiftieth_of_the_rows() -> None:
     def groups(completion: int) -> Groups:
         return [([1, 2, last], [[5] * (completion + 1)]) for last in (3, 4)]
 
-    assert worth_sharing(groups(47)) == 2, "2 of 100 rows"
-    assert worth_sharing(groups(48)) == 0, "2 of 102 rows"
-    assert worth_sharing(groups(1)[:1]) == 0, "one prompt shares nothing"
-    assert worth_sharing([]) == 0
-    assert worth_sharing([([1, 2], [[5]]), ([3, 2], [[5]])]) == 0
+    assert beginning_to_share(groups(47)) == 2, "2 of 100 rows"
+    assert beginning_to_share(groups(48)) == 0, "2 of 102 rows"
+    assert beginning_to_share(groups(1)[:1]) == 0, "one prompt shares nothing"
+    assert beginning_to_share([]) == 0
+    assert beginning_to_share([([1, 2], [[5]]), ([3, 2], [[5]])]) == 0
 
 
 def test_prompts_alone() -> None:

@@ -15,12 +15,12 @@ from groupwise.config import build_config, load_config, recipes
 from groupwise.config.schema import ModelConfig
 from groupwise.engines.builtin.cache import Cache
 from groupwise.errors import ConfigError
-from groupwise.limits import ATTENTION_SCORES, QUERY_BLOCK
-from groupwise.models import attention
+from groupwise.limits import ATTENTION_SCORES, QUERY_BLOCK, logit_columns
+from groupwise.models import attention, logprobs
 from groupwise.models.adapters import AdapterScorer, attach, peft_config_of
 from groupwise.models.load import Policy
 from groupwise.models.scorer import make_scorer
-from groupwise.planner import HARDWARE, KNOWN_SHAPES, Setup, make_plan, parse_bytes, phases
+from groupwise.planner import HARDWARE, KNOWN_SHAPES, Setup, make_plan, memory, parse_bytes, phases
 from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import find_hardware
 from groupwise.planner.memory import _library_block, kept_bytes, peak_phase
@@ -109,6 +109,28 @@ def test_what_a_pass_keeps_on_cpu_is_what_autograd_saves(request, family, adapte
         kept_bytes(setup, batch) - setup.shape.layers * batch.rows * setup.shape.width * setup.weight_bytes if recompute else 0
     )
     assert found - of_the_head == pytest.approx(kept_bytes(setup, batch) - one_layer, rel=0.03)
+
+
+@pytest.mark.parametrize("kept", [0, 5000, 10**9])
+def test_the_output_head_keeps_no_more_logits_than_the_plan_says(tiny_llama, monkeypatch, kept):
+    for module in (memory, logprobs):
+        monkeypatch.setattr(module, "KEPT_LOGITS", kept)
+    shape = shape_of(tiny_llama())
+    limits = {"prompts_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 50}
+    setup = setup_of(shape, model={"dtype": "float32"}, rollout=limits)
+    (batch,) = setup.micro_batches
+    room = sum(
+        t.nbytes for t in logprobs._room(torch.empty(batch.tokens, shape.width), torch.empty(shape.vocabulary, shape.width))
+    )
+    one_slice = 4 * batch.tokens * logit_columns(batch.tokens, "cpu")
+    planned = memory.logits(setup, batch, learnt=True).bytes - memory.logits(setup, batch, learnt=False).bytes
+    assert planned == max(0, min(kept, 4 * batch.tokens * shape.vocabulary) - one_slice)
+    assert room <= planned + one_slice
+    bonus = {"lora": {"rank": 4}, "dtype": "float32"}, {"entropy": {"bonus": 0.01}}
+    adapted = setup_of(shape, model=bonus[0], rollout=limits), setup_of(shape, model=bonus[0], rollout=limits, algorithm=bonus[1])
+    assert [one.learns_entropy for one in adapted] == [False, True]
+    assert memory.logits(adapted[1], batch, learnt=True) == memory.logits(setup, batch, learnt=True)
+    assert memory.logits(adapted[0], batch, learnt=True).formula != memory.logits(adapted[1], batch, learnt=True).formula
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

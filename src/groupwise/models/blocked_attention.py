@@ -3,7 +3,8 @@
 A completion's row attends to its group's prompt and to the earlier rows of its own completion. The two parts are different products:
 
 - *shared*: the rows of a whole group lie beside each other and all see all of the prompt, so they are one dense product with its
-  single copy of keys and values: no padding, no mask. So are rests of prompts, behind what all prompts begin with;
+  single copy of keys and values: no padding, no mask. Where what all prompts begin with is there once, the rests of all prompts lie beside
+  each other too, and all see all of it;
 - *own*: sequences (prompts too) by rectangles of so many sequences x queries x keys, causal.
 
 Where a layer has a sliding window, keys that no query of a block sees are left out, and a mask hides those that only some see.
@@ -13,7 +14,8 @@ are merged by rescaling; the backward pass recomputes scores block by block, so 
 work stays in the inputs' dtype (bf16 moves half the bytes, and blocks stay in the cache); sums over rows are taken in fp32.
 
 Axes: R packed rows, H query heads, K key-value heads, U = H / K queries per key head, E head width, A sequences of a block, Q queries
-of each, S own keys of each, P prompt keys. Row tensors have R + 1 rows here: the last is zero, stands in for padding, and is dropped.
+of each, S own keys of each, P keys of what is before them. Row tensors have R + 1 rows here: the last is zero, stands in for padding, and
+is dropped.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class BlockedPlan:
     own: tuple[OwnBlock, ...]
     shared: tuple[SharedBlock, ...]
     common: int = 0
-    """The first rows that are there for several groups: what their prompts begin with."""
+    """How many of the first rows several groups see: those of what all prompts begin with."""
 
     def to(self, device: torch.device) -> BlockedPlan:
         def moved(low: Tensor | None) -> Tensor | None:
@@ -110,12 +112,13 @@ def plan_blocks(spans: Sequence[Span], rows: int, window: int | None = None) -> 
             alive = alive[take:]
     shared = []
     for before, behind in _families(spans):
-        keys = rows_in(before) - _first_seen(rows_in(before), window)
+        keys = rows_in(before) if window is None else min(rows_in(before), window - 1)
+        seen = end_of(before, keys)
         for first, end in _runs(behind, window):
             most = max(1, SCORE_BUDGET // keys)
             for at in range(first, end, most):
                 last = min(end, at + most)
-                shared.append(SharedBlock(at, last - at, end_of(before, keys), _lows(behind, at, last, keys, window)))
+                shared.append(SharedBlock(at, last - at, seen, _lows(behind, at, last, keys, window)))
     common = max((s.before[0][1] for s in spans if len(s.before) > 1), default=0)
     return BlockedPlan(tuple(own), tuple(shared), common)
 
@@ -203,7 +206,7 @@ def _shared_rows(rows: Tensor, first: int, count: int, kv_heads: int) -> Tensor:
 
 
 def _seen_rows(rows: Tensor, seen: Stretches) -> Tensor:
-    """Rows ``seen`` of ``[R + 1, K, E]`` as ``[K, S, E]``, contiguous."""
+    """Rows ``seen`` of ``[R + 1, K, E]`` as ``[K, P, E]``, contiguous."""
     return torch.cat([rows[first : first + count].transpose(0, 1) for first, count in seen], dim=1)
 
 
@@ -257,7 +260,7 @@ def _delta(grad_out: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor
 
 
 def _add_seen(grad: Tensor, common: Tensor, values: Tensor, seen: Stretches) -> None:
-    """Add ``[K, S, E]`` to rows ``seen`` of ``grad`` ``[R + 1, K, E]``; where they are the first rows, which several groups see, to
+    """Add ``[K, P, E]`` to rows ``seen`` of ``grad`` ``[R + 1, K, E]``; where they are the first rows, which several groups see, to
     ``common``, in fp32: there are as many terms as groups."""
     for (first, count), part in zip(seen, values.transpose(0, 1).split([count for _, count in seen]), strict=True):
         into = common if first < len(common) else grad
@@ -321,20 +324,20 @@ def attend(
 def _attend_shared(
     part: SharedBlock, query: Tensor, key: Tensor, value: Tensor, out: Tensor, statistics: Statistics, kv_heads: int
 ) -> None:
-    """Add the prompt's share to rows whose own share is there, and divide by the sum over both."""
+    """Add the share of what is before them to rows whose own share is there, and divide by the sum over both."""
     rows = slice(part.first, part.first + part.count)
     k, v = (_seen_rows(x, part.seen) for x in (key, value))
     weights, largest, sums = _weights(
         _shared_rows(query, part.first, part.count, kv_heads), k, _lines(part, query.shape[1] // kv_heads)
     )
     total = _from_shared(sums.contiguous(), part.count)
-    seen = _from_shared(torch.bmm(weights, v), part.count)
+    before = _from_shared(torch.bmm(weights, v), part.count)
     largest = _from_shared(largest, part.count)
     top = torch.maximum(statistics.top[rows], largest)
     own_factor, factor = ((x.float() - top.float()).exp_() for x in (statistics.top[rows], largest))
     statistics.top[rows] = top
     both = statistics.total[rows].mul_(own_factor).addcmul_(total, factor)
-    out[rows] = (out[rows] * (own_factor / both).to(out.dtype)).addcmul_(seen, (factor / both).to(out.dtype))
+    out[rows] = (out[rows] * (own_factor / both).to(out.dtype)).addcmul_(before, (factor / both).to(out.dtype))
 
 
 def attend_backward(

@@ -29,7 +29,7 @@ from groupwise.models.layer import Blocks, Layer, Shape, hollow
 from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.merging import MergedLayer, is_adapted_layer
 from groupwise.models.ops import rms_norm
-from groupwise.models.packing import Packed, PackedTokens, pack, worth_sharing
+from groupwise.models.packing import Packed, PackedTokens, beginning_to_share, pack
 from groupwise.models.quantised import is_quantised
 from groupwise.threads import adapt_threads
 
@@ -262,7 +262,7 @@ class Decoder:
 
     def prepare(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Packed:
         """A batch from ``(prompt ids, [completion ids, ...])`` pairs. Blocked attention has what all prompts begin with once."""
-        return pack(groups, worth_sharing(groups) if self.attention == "blocked" else 0).to(self.device)
+        return pack(groups, beginning_to_share(groups) if self.attention == "blocked" else 0).to(self.device)
 
     def states(self, packed: PackedTokens) -> Tensor:
         """``[T, D]``, differentiable: the states in which the completions' tokens are chosen, which the output head reads."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies, without ever keeping ``[tokens, vocabulary]``.
+"""Log-probabilities of given tokens, and entropies, in memory that does not grow with tokens times vocabulary.
 
 The output head is the largest matrix of a small model and its logits would be the largest tensor of the whole step. Both directions
 therefore go over the vocabulary in slices. Forward keeps a running maximum and sum for each row; backward computes a slice's logits
@@ -166,7 +166,7 @@ def _take(
 
 
 def _room(hidden: Tensor, weight: Tensor) -> list[Tensor]:
-    """For the logits ``[T, columns]`` of the first slices, of which no more bytes are kept than ``KEPT_LOGITS``."""
+    """Buffers ``[T, columns]`` for the logits of the first slices, of at most ``KEPT_LOGITS`` bytes together."""
     room: list[Tensor] = []
     if native.fits(hidden):
         left = KEPT_LOGITS // max(1, len(hidden) * hidden.element_size())

@@ -23,7 +23,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "PackedTokens", "Span", "Stretches", "alike", "end_of", "pack", "pack_prompts", "rows_in", "worth_sharing"]
+__all__ = [
+    "Packed",
+    "PackedTokens",
+    "Span",
+    "Stretches",
+    "beginning_to_share",
+    "common_tokens",
+    "end_of",
+    "pack",
+    "pack_prompts",
+    "rows_in",
+]
 
 
 class PackedTokens(Protocol):
@@ -42,7 +53,7 @@ class PackedTokens(Protocol):
 
 
 Stretches = tuple[tuple[int, int], ...]
-"""Rows that lie beside each other, by their first row and their number."""
+"""Stretches of adjacent rows: the first row and the number of rows of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +63,17 @@ class Span:
     start: int
     length: int
     before: Stretches = ()
-    """What all its rows see, in the order of positions: nothing for a prompt, for a completion its prompt."""
+    """What all its rows see, in the order of positions: nothing for a prompt, for a completion its prompt. What all prompts begin with is
+    the first rows of a micro-batch: where it is there once, it comes before the rest of each prompt."""
 
 
 def rows_in(stretches: Stretches) -> int:
+    """How many rows they have together."""
     return sum(count for _, count in stretches)
 
 
 def end_of(stretches: Stretches, count: int) -> Stretches:
-    """The last ``count`` of their rows."""
+    """The last ``count`` rows of ``stretches``."""
     out: list[tuple[int, int]] = []
     for first, length in reversed(stretches):
         taken = min(length, count)
@@ -105,7 +118,7 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], common
     A completion's positions go on from its prompt's. The further segments of an episode that was forked come as pairs of their own
     (``Batch.samples``), so their positions begin with the history that they were sampled behind.
 
-    ``common``: tokens with which all prompts begin, and which take rows once; every rest has at least one token.
+    ``common``: with how many tokens all prompts begin, where these take rows once. Every prompt has at least one token more.
 
     >>> p = pack([([1, 2], [[7], [8, 9]])])
     >>> p.token_ids_R.tolist(), p.positions_R.tolist(), p.predict_rows_T.tolist(), p.targets_T.tolist()
@@ -131,6 +144,7 @@ def pack(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], common
 
     def lay_prompt(prompt: Sequence[int], beginning: Stretches) -> Stretches:
         assert len(prompt) > common, "a prompt has at least one token of its own"
+        assert tuple(prompt[:common]) == tuple(groups[0][0][:common]), "all prompts begin with the same tokens"
         return lay(prompt[common:], beginning)
 
     # All rests lie beside each other, so that they see the beginning as one block.
@@ -169,14 +183,14 @@ def pack_prompts(prompts: Sequence[Sequence[int]], common: int = 0) -> Packed:
     return pack([(prompt, ()) for prompt in prompts], common)
 
 
-def alike(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all ``prompts`` begin with; there is at least one.
+def common_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """With how many tokens all ``prompts`` begin. There is at least one prompt.
 
-    >>> alike([(1, 2, 3), (1, 2, 4), (1, 2)])
+    >>> common_tokens([(1, 2, 3), (1, 2, 4), (1, 2)])
     2
     """
-    # What the first and the last in order have in common, all between them have.
-    first, last = min(ids := [tuple(prompt) for prompt in prompts]), max(ids)
+    ids = [tuple(prompt) for prompt in prompts]
+    first, last = min(ids), max(ids)  # what these two have in common, all between them have
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
@@ -184,15 +198,15 @@ WORTH_SHARING = 0.02
 """Share of a pass's rows that must be saved where what prompts begin with is computed once."""
 
 
-def worth_sharing(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> int:
+def beginning_to_share(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> int:
     """``pack``'s ``common`` for ``groups``: as many tokens as leave each prompt one of its own, or 0 where too few rows are saved.
 
-    >>> worth_sharing([([1, 2, 3], [[7, 8]]), ([1, 2], [[9]])]), worth_sharing([([1, 2, 3], [[7, 8]])])
+    >>> beginning_to_share([([1, 2, 3], [[7, 8]]), ([1, 2], [[9]])]), beginning_to_share([([1, 2, 3], [[7, 8]])])
     (1, 0)
     """
     if len(groups) < 2:
         return 0
     prompts = [prompt for prompt, _ in groups]
-    common = min(alike(prompts), min(map(len, prompts)) - 1)
+    common = min(common_tokens(prompts), min(map(len, prompts)) - 1)
     rows = sum(len(prompt) + sum(len(ids) - 1 for ids in completions) for prompt, completions in groups)
     return common if common * (len(groups) - 1) >= WORTH_SHARING * rows else 0

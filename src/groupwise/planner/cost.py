@@ -1,7 +1,8 @@
 """Arithmetic and time of a step: how much work the products are, how many bytes decoding reads, and what a device makes of it.
 
 Two operations to a multiplication and addition, as in PaLM's model FLOPs (arXiv 2204.02311, appendix B). What is counted is the work
-that this trainer does: a prompt once for its group, no padding, the output head at predicted tokens only.
+that this trainer does: a prompt once for its group, no padding, the output head at predicted tokens only. Prompts are supposed to have
+nothing in common.
 """
 
 from __future__ import annotations

@@ -119,24 +119,23 @@ def passing_bytes(setup: Setup, batch: MicroBatchSize) -> int:
 def logits(setup: Setup, batch: MicroBatchSize, *, learnt: bool) -> Item:
     """The output head: its input before and after the norm, a tile of fp32 logits, their gradient, and the input's gradient.
 
-    ``learnt``: in a pass with gradients. On CPUs a frozen head then takes some rows' logits over the whole vocabulary, and one that
-    learns keeps some logits.
+    ``learnt``: in a pass with gradients. On CPUs a frozen head then takes some rows' logits over the whole vocabulary. One that learns, or
+    whose entropies do, keeps some logits, and their gradients take their place.
     """
     shape, s, tokens = setup.shape, setup.weight_bytes, batch.tokens
-    if learnt and setup.adapted and setup.device == "cpu":
+    if learnt and setup.device == "cpu" and setup.adapted and not setup.learns_entropy:
         rows = min(tokens, LOGIT_ROWS[setup.device])
         kept = s * (rows * shape.vocabulary + 3 * tokens * shape.width) + 4 * tokens * shape.width
         return Item("logits tiles", kept, "s (tile V + 3 T D) + 4 T D")
     width = logit_columns(tokens, setup.device)
     rows = min(tokens, LOGIT_ROWS[setup.device])
     tile = 4 * rows * LOGIT_COLUMNS + s * rows * width  # fp32, and the product it is copied from
-    tiles = tile + tokens * (s * width + shape.width * (2 * s + 4))
+    hidden, slices = tokens * shape.width * (2 * s + 4), s * tokens * width
     if learnt and setup.device == "cpu":
-        kept = min(KEPT_LOGITS, s * tokens * shape.vocabulary)
-        return Item(
-            "logits tiles", tiles + kept, f"4 tile x 4096 + T (s slice + D (2s + 4)) + s T V, at most {KEPT_LOGITS // _MIB} MiB"
-        )
-    return Item("logits tiles", tiles, "4 tile x 4096 + T (s slice + D (2s + 4))")
+        slices = max(slices, min(KEPT_LOGITS, s * tokens * shape.vocabulary))
+        most = f"{KEPT_LOGITS // _MIB} MiB"
+        return Item("logits tiles", tile + hidden + slices, f"4 tile x 4096 + T D (2s + 4) + min(s T V, {most}) or s T slice")
+    return Item("logits tiles", tile + hidden + slices, "4 tile x 4096 + T (s slice + D (2s + 4))")
 
 
 def prefill_bytes(setup: Setup, rows: int) -> int:

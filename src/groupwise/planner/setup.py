@@ -242,6 +242,12 @@ class Setup:
         own = (self.merged_bytes > 0 and self.sharding == "none") or self.by_vllm
         return max(0, self.ahead - own)
 
+    @property
+    def learns_entropy(self) -> bool:
+        """Whether entropies have a gradient: for a bonus, or in a loss of the user's that may ask for them."""
+        entropy = self.config.algorithm.entropy
+        return (entropy is not None and entropy.bonus != 0) or isinstance(self.config.algorithm.loss, OwnLoss)
+
     @cached_property
     def needs_reference(self) -> bool:
         """Whether a reference makes passes: for the KL, or for a loss of the user's that asks for one."""

@@ -112,7 +112,7 @@ bf16_full_eval bool = False; fp16_full_eval bool = False | x | Leave it out: eva
 gradient_checkpointing bool = True | h | Activations are recomputed in the backward pass. Sampling keeps its cache.
 gradient_checkpointing_kwargs dict? = None | - | Checkpointing is always the non-reentrant kind; gradients are the same.
 torch_compile bool = False; torch_compile_backend str? = None; torch_compile_mode str? = None | x | Leave it out: nothing is compiled.
-use_liger_kernel bool = False | -! | Liger's kernels are not used: the logits of all tokens never exist at once anyway.
+use_liger_kernel bool = False | -! | Liger's kernels are not used: the output head goes in tiles anyway.
 liger_kernel_config dict? = None | - | Liger's kernels are not used.
 use_cache bool = False | - | Sampling always has a KV cache, learning never.
 neftune_noise_alpha float? = None | x | Leave it out: noise would make the sampled policy another than the trained one.
@@ -199,7 +199,7 @@ save_safetensors bool = True | x | Leave it at True: weights are always written 
 group_by_length bool = False | - | GRPO has its own order of prompts, in TRL too.
 include_tokens_per_second bool = False | x | Leave it out: `num_tokens` and `step_time` are logged.
 max_prompt_length int? = None | x | Leave it out, as in TRL since 1.0, and filter the data set for prompts that are too long.
-use_liger_loss bool = False | x | Leave it out: the logits of all tokens never exist at once anyway.
+use_liger_loss bool = False | x | Leave it out: the output head goes in tiles anyway.
 """
 
 

@@ -37,7 +37,7 @@ from groupwise.metrics import Metric
 from groupwise.models.decoder import Decoder, MergedDecoder
 from groupwise.models.native.calls import LANES, fits
 from groupwise.models.ops import rms_norm
-from groupwise.models.packing import alike, pack_prompts
+from groupwise.models.packing import common_tokens, pack_prompts
 from groupwise.threads import adapt_threads
 from groupwise.types import Completion, Prompt
 
@@ -206,7 +206,7 @@ def split_prompts(prompts: Sequence[tuple[int, ...]], samples: int) -> int | Non
     """
     if not prompts:
         return None
-    common = alike(prompts)
+    common = common_tokens(prompts)
     apart = sum(map(len, set(prompts)))
     split = common + samples * sum(len(prompt) - common for prompt in prompts)
     return common if common > 0 and split < WORTH_SPLITTING * apart else None
