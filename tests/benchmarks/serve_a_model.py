@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 if __name__ == "__main__":
     gap = float(os.environ.get("GAP", "0"))

@@ -12,7 +12,7 @@ from groupwise.engines.vllm.service import Service
 from groupwise.training.loop import train
 from tests.distributed.run_ranks import letters
 from tests.distributed.two_processes import launch_two, said, weights
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from groupwise.evaluation import evaluate_model
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from groupwise.training.sharding import Replicas
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 from tests.waiting import comes
 
 

@@ -11,7 +11,7 @@ from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
 from groupwise.models.load import Policy
 from tests.distributed.conftest import in_threads
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 __all__ = ["in_threads"]
 

@@ -17,7 +17,7 @@ from groupwise.engines.vllm.protocol import Starting
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from groupwise.engines.vllm.protocol import BeginAgain, StaleWeights
 from groupwise.engines.vllm.pushing import named_weights, packed_buckets
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import TrainingError
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 SAMPLED = SamplingSettings(max_tokens=8)
 

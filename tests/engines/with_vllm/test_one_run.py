@@ -15,7 +15,7 @@ from groupwise.engines.vllm.engine import check_vllm
 from groupwise.engines.vllm.protocol import BeginAgain, Refused
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 SAMPLED = SamplingSettings(max_tokens=8)
 ANOTHER = """

@@ -17,7 +17,7 @@ from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Broken, Refuse
 from groupwise.engines.vllm.pushing import named_weights, packed_buckets
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 SAMPLED = SamplingSettings(max_tokens=8)
 

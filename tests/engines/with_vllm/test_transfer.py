@@ -22,7 +22,7 @@ from groupwise.engines.vllm.transfer import handles_to
 from groupwise.engines.vllm.wire import opened
 from groupwise.errors import TrainingError
 from groupwise.models.load import Policy
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 SAMPLED = SamplingSettings(max_tokens=6)
 _READER = """

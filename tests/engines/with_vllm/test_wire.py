@@ -21,8 +21,8 @@ from groupwise.engines.vllm.protocol import Broken, Unreachable
 from groupwise.engines.vllm.pushing import why_no_wire
 from groupwise.engines.vllm.transfer import read
 from groupwise.engines.vllm.wire import Wire, opened
-from tests.engines.vllm.test_transfer import same
-from tests.engines.vllm.test_worker import FULL, Fused, Worker
+from tests.engines.with_vllm.test_transfer import same
+from tests.engines.with_vllm.test_worker import FULL, Fused, Worker
 
 CPU = torch.device("cpu")
 SAMPLED = SamplingSettings(max_tokens=6)

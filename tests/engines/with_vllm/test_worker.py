@@ -90,7 +90,7 @@ def test_fused_parameters_are_compared_whole_and_a_tied_head_is_packed_again(ten
 
 def test_the_memory_of_another_process_is_read_and_compared(tensors):
     """Handles are opened once, and what they lead to is read three times: names, weights, comparison."""
-    script = "import sys\nfrom tests.engines.vllm.test_worker import Fused, Worker\n"
+    script = "import sys\nfrom tests.engines.with_vllm.test_worker import Fused, Worker\n"
     script += "model = Fused()\nprint(Worker(model).groupwise_load(sys.stdin.buffer.read()), float(model.embed.weight.sum()))"
     handles, _kept = handles_to(tensors.items())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -17,7 +17,7 @@ from groupwise.engines.vllm.pushing import adapter_alone, named_weights
 from groupwise.engines.vllm.transfer import Adapter
 from groupwise.models.adapters import attach, base_module, peft_config_of
 from groupwise.models.merging import is_adapted_layer, merged_weight
-from tests.engines.vllm.test_worker import Recorder
+from tests.engines.with_vllm.test_worker import Recorder
 
 SAMPLED = SamplingSettings(max_tokens=6)
 

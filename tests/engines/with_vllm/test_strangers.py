@@ -25,7 +25,7 @@ from groupwise.engines.vllm.protocol import SECRET, BeginAgain, NotTrusted, find
 from groupwise.engines.vllm.pushing import named_weights, packed_buckets
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError
-from tests.engines.vllm.model_backend import ModelBackend
+from tests.engines.with_vllm.model_backend import ModelBackend
 
 GOOD = {"Authorization": "Bearer " + os.environ[SECRET], "Content-Type": "application/json"}
 ENDPOINTS = [
