@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -167,14 +168,11 @@ def _take(
 
 def _room(hidden: Tensor, weight: Tensor) -> list[Tensor]:
     """Buffers ``[T, columns]`` for the logits of the first slices, of at most ``KEPT_LOGITS`` bytes together."""
-    room: list[Tensor] = []
-    if native.fits(hidden):
-        left = KEPT_LOGITS // max(1, len(hidden) * hidden.element_size())
-        for columns in _slices(len(weight), len(hidden), hidden.device):
-            if columns.stop > left:
-                break
-            room.append(hidden.new_empty(len(hidden), columns.stop - columns.start))
-    return room
+    if not native.fits(hidden):
+        return []
+    most = KEPT_LOGITS // max(1, len(hidden) * hidden.element_size())
+    kept = takewhile(lambda columns: columns.stop <= most, _slices(len(weight), len(hidden), hidden.device))
+    return [hidden.new_empty(len(hidden), columns.stop - columns.start) for columns in kept]
 
 
 class _TokenLogprobs(Function):
@@ -198,9 +196,9 @@ class _TokenLogprobs(Function):
         tile = None if by_kernels else _Tile(hidden, weight, ctx.temperature)
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if need_hidden else None
         grad_weight = torch.empty_like(weight) if need_weight else None
-        kept, ctx.kept = ctx.kept[::-1], []  # gradients take their place, so another backward pass makes them all again
+        kept, ctx.kept = ctx.kept, []  # gradients take their place, so another backward pass makes them all again
         for columns in _slices(len(weight), len(targets), hidden.device):
-            there = kept.pop() if kept else None
+            there = kept.pop(0) if kept else None
             narrow = hidden.new_empty(len(targets), columns.stop - columns.start) if there is None else there
             for rows in _row_tiles(hidden):
                 entropies = None if of_entropy is None else (of_entropy[0][rows], of_entropy[1][rows])
