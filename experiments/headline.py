@@ -15,6 +15,7 @@ records are of the runs alone, ``--beside`` adds the model before training once 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.common import FIGURES, ROOT, Experiment, environment, markdown_table, publish, read_block, read_numbers
+from experiments.common import (
+    FIGURES, PAGE, ROOT, Experiment, environment, markdown_table, publish, read_block, read_numbers,
+)  # fmt: skip
 from experiments.comparison import newcombe_interval
 from groupwise.evaluation import Evaluation, paired_comparison, rescore
 from groupwise.evaluation.figures import figures
@@ -30,6 +33,8 @@ from groupwise.tracking.reading import EvaluationRecords, RunRecord, read_run
 
 __all__ = ["EXPERIMENT", "beside", "draw", "measure", "report"]
 
+RESULTS = ROOT / "docs" / "results.md"
+"""The page of the headline itself; what else was tried stands with the experiments."""
 WATTS, WATTS_OF_A_CARD = 30, 700
 """Assumed for two busy cores and their share of the machine: a laptop's processor at work takes 15 to 45 W. Of a GPU the most that an H100
 or H200 may take, all the time: it takes less."""
@@ -237,8 +242,19 @@ def draw(numbers: Mapping[str, Any], path: Path) -> None:
             axis.legend()
 
 
-def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
-    parts = [f"![Held-out accuracy by step, and accuracy in training](figures/{name}.svg)"]
+def page_of(name: str) -> Path:
+    """The page that has the block ``name``; raises ValueError where none has."""
+    try:
+        read_block(PAGE, name)
+    except ValueError:
+        read_block(RESULTS, name)
+        return RESULTS
+    return PAGE
+
+
+def report(numbers: Mapping[str, Any], name: str = "headline", page: Path = RESULTS) -> str:
+    figure = os.path.relpath(FIGURES / f"{name}.svg", page.parent)
+    parts = [f"![Held-out accuracy by step, and accuracy in training]({figure})"]
     if numbers["judged"]:
         parts.append(_split_table(numbers["judged"]))
     runs = numbers["runs"]
@@ -264,7 +280,6 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
         # Without evaluation.at_start and the whole split's records the first one is not of the model before training.
         steps = f"step {first['step']} to {last['step']}"
         parts.append(f"Seed {run['seed']}, {steps}, problem by problem{fewer}, in points: {said}.")
-    parts += [f"Seed {run['seed']}, samples in training by step: {_in_training(run)}." for run in runs]
     parts.append(f"What it cost:\n\n{_costs(runs)}")
     of_what = (
         f"{WATTS_OF_A_CARD} W for a card, its limit"
@@ -273,13 +288,6 @@ def report(numbers: Mapping[str, Any], name: str = "headline") -> str:
     )
     parts.append(f"Energy is an estimate, not measured: {of_what}. {_machines(numbers)}.")
     return "\n\n".join(parts)
-
-
-def _in_training(run: Mapping[str, Any]) -> str:
-    # Files of earlier versions lack the last two.
-    shares = {"strict": run["accuracy"], "in the format": run.get("format"), "stopped": run.get("stopped")}
-    said = [f"{name} {', '.join(f'{100 * value:.0f}' for value in values)}%" for name, values in shares.items() if values]
-    return "; ".join([*said, f"tokens {', '.join(f'{value:.0f}' for value in run['tokens'])}"])
 
 
 def _machines(numbers: Mapping[str, Any]) -> str:
@@ -373,7 +381,7 @@ def _share(found: Sequence[float]) -> str:
     return f"{middle:.1%} ({low:.1%} to {high:.1%})"
 
 
-EXPERIMENT = Experiment("headline", dict, draw, report, page=ROOT / "docs" / "results.md")
+EXPERIMENT = Experiment("headline", dict, draw, report, page=RESULTS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -391,9 +399,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options.parse_args(arguments)
     if not re.fullmatch(r"headline(-[\w.-]+)?", chosen.name):
         options.error(f"--name is {chosen.name!r}: begin it with headline-, as no other experiment's name does")
+    page = RESULTS
     if chosen.out.resolve() == FIGURES:
         try:
-            read_block(EXPERIMENT.page, chosen.name)
+            page = page_of(chosen.name)
         except ValueError as error:
             options.error(f"{error}, or give --out")
     if not chosen.redraw and not chosen.runs:
@@ -405,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if chosen.beside and not chosen.redraw:
         numbers = beside(read_numbers(chosen.name, chosen.out), numbers)
-    named = replace(EXPERIMENT, name=chosen.name, report=partial(report, name=chosen.name))
+    named = replace(EXPERIMENT, name=chosen.name, report=partial(report, name=chosen.name, page=page), page=page)
     publish(named, numbers, chosen.out)
 
 

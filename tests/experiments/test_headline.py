@@ -1,6 +1,7 @@
 """The headline's table and figure from runs' folders and the records of an evaluation."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import yaml
 pytest.importorskip("matplotlib")
 
 from experiments import headline
-from experiments.common import read_block, read_numbers
+from experiments.common import FIGURES, read_block, read_numbers
 from experiments.comparison import newcombe_interval
 from groupwise.config import dump_config, load_config
 from groupwise.engines.base import SamplingSettings
@@ -296,9 +297,12 @@ def test_a_run_is_needed(capsys):
     assert "name the folder of a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["headline", "headline-correctness", "headline-math", "headline-with-format"])
-def test_the_results_page_shows_what_the_runs_came_to(name):
-    assert read_block(headline.EXPERIMENT.page, name) == headline.report(read_numbers(name), name)
+@pytest.mark.parametrize("name", sorted(file.stem for file in FIGURES.glob("headline*.json")))
+def test_a_page_shows_what_the_runs_came_to(name):
+    page = headline.page_of(name)
+    shown = read_block(page, name)
+    assert shown == headline.report(read_numbers(name), name, page)
+    assert (page.parent / re.search(r"^!\[.+\]\((.+)\)$", shown, re.MULTILINE)[1]).is_file()
 
 
 def test_a_last_evaluation_of_fewer_problems_is_compared_on_those(run):
