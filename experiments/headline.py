@@ -24,8 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import (
-    FIGURES, PAGE, ROOT, Experiment, environment, markdown_table, publish, read_block, read_numbers,
-)  # fmt: skip
+    FIGURES,
+    PAGE,
+    ROOT,
+    Experiment,
+    environment,
+    markdown_table,
+    publish,
+    read_block,
+    read_numbers,
+)
 from experiments.comparison import newcombe_interval
 from groupwise.evaluation import Evaluation, paired_comparison, rescore
 from groupwise.evaluation.figures import figures

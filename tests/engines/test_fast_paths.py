@@ -260,6 +260,18 @@ def test_the_library_s_attention_is_compared_with_blocked_products(monkeypatch):
     assert 0 < found.operations[0].difference < 1e-4
 
 
+def test_each_way_of_attention_is_timed_by_itself(monkeypatch):
+    decoder, timed, seconds = fast_paths._small(SHAPE, torch.float32, CPU), [], fast_paths._seconds
+    monkeypatch.setattr(
+        fast_paths.attention, "default_implementation", lambda device: "sdpa" if attention._by_library else "blocked"
+    )
+    monkeypatch.setattr(
+        fast_paths, "_seconds", lambda action, device: (seconds(action, device), timed.append(decoder.attention))[0]
+    )
+    choose(next(p for p in fast_paths.fast_paths() if p.name == "the library's attention"), decoder)
+    assert timed == ["blocked", "sdpa"] * fast_paths._REPEATS
+
+
 @pytest.mark.parametrize("louder", [1.0, 1.1])
 def test_flash_attention_is_compared_with_rectangles(monkeypatch, louder):
     decoder = fast_paths._small(SHAPE, torch.float32, CPU)

@@ -195,6 +195,43 @@ def test_rows_that_leave_and_come_back_change_nobodys_tokens(
     assert found.logprobs() == pytest.approx(at_once.logprobs(), abs=1e-5)
 
 
+@pytest.mark.parametrize("burst", [2, 3])
+def test_a_turn_may_end_with_the_last_token_that_there_is_room_for(burst, tiny_llama, tokenizer, make_prompts, monkeypatch):
+    """A row far ahead of the others fills the table to its end, is carried on while they sample, and comes back."""
+    lengths = {(0, 0): [burst, burst], (0, 1): [burst]}  # of the turns that end early
+    given = {(0, 0): [[*range(20, 50)], [60, 61, 62]], (0, 1): [[70]]}
+
+    def run():
+        said = []
+
+        def answer(place, turn):
+            name = place, turn.sample
+            said.append((name, turn))
+            number = sum(name == other for other, _ in said) - 1
+            found: Future[Any] = Future()
+            found.set_result(given.get(name, [])[number] if number < len(given.get(name, [])) else None)
+            return found
+
+        def watch(place, sample, tokens, logprobs):
+            number = sum((place, sample) == other for other, _ in said)
+            return lengths.get((place, sample), [])[number : number + 1] != [len(tokens)]
+
+        engine = BuiltinEngine(Decoder(tiny_llama()), tokenizer, ())
+        engine.serve_turns(
+            Request(make_prompts(LENGTHS), 3, SETTINGS, 7, "s", watch=watch), Turns(answer, 0.0), lambda *now: None
+        )
+        return sorted(said, key=lambda one: one[0])
+
+    plain = run()
+    monkeypatch.setattr(engine_module, "takes_native", lambda decoder: False)
+    monkeypatch.setitem(cache_module.CACHE_ROOM, "cpu", 1)  # the table's room is then what is asked for
+    monkeypatch.setitem(engine_module.BURSTS, "cpu", burst)
+    carried = run()
+    assert [(name, turn.token_ids) for name, turn in carried] == [(name, turn.token_ids) for name, turn in plain]
+    for (_, turn), (_, other) in zip(carried, plain, strict=True):
+        assert turn.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
 class Frozen:
     """What a captured graph does: the step, over the very tensors that were there when it was captured."""
 

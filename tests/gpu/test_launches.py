@@ -15,6 +15,7 @@ from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import Runner
 from groupwise.models import varlen_attention
 from groupwise.models.decoder import Decoder
+from groupwise.models.devices import product_gives_fp32
 from groupwise.planner import cost
 from tests.conftest import TINY
 from tests.gpu.counting import Dispatched
@@ -25,7 +26,7 @@ def decode_step(fake_decoder, cuda, monkeypatch):
     """``decode_step(**config)``: one step of eight rows in two groups, on a GPU that is not there; it ran once before."""
 
     monkeypatch.setattr(
-        decode, "gives_fp32", lambda device, dtype: device.type == "cuda"
+        decode, "product_gives_fp32", lambda product, device, dtype: device.type == "cuda"
     )  # tensors without memory cannot be compared
 
     def make(**config):
@@ -236,5 +237,5 @@ def test_fp32_products_are_taken_where_a_small_one_is_right(product, taken, monk
     linspace = torch.linspace
     monkeypatch.setattr(torch, "linspace", lambda *numbers, device: linspace(*numbers))
     monkeypatch.setattr(torch, "bmm", stand_in)
-    assert decode.gives_fp32.__wrapped__(torch.device("cuda"), torch.bfloat16) is taken
-    assert not decode.gives_fp32.__wrapped__(torch.device("cpu"), torch.bfloat16)
+    assert product_gives_fp32(torch.bmm, torch.device("cuda"), torch.bfloat16) is taken
+    assert not product_gives_fp32(torch.bmm, torch.device("cpu"), torch.bfloat16)

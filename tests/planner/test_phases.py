@@ -63,6 +63,24 @@ def test_an_evaluation_is_planned_with_its_own_limit_and_samples():
     assert four > one
 
 
+@pytest.mark.parametrize("problems", ["200", "null"])
+def test_an_evaluation_has_no_more_problems_than_are_held_out(problems):
+    of_20 = evaluation(setup("evaluation.problems=20"))
+    assert evaluation(setup("data.holdout=20", f"evaluation.problems={problems}")) == of_20
+    elsewhere = setup("data.source=gsm8k", "data.eval_split=test", "data.holdout=20", f"evaluation.problems={problems}")
+    assert evaluation(elsewhere) != of_20, "holdout does nothing where held-out problems are a split of their own"
+
+
+def test_a_prompt_is_computed_whole_however_long_it_is():
+    """Others are computed 4,096 tokens at a time."""
+
+    def prefill(prompt):
+        made = Setup(load_config("quickstart", ["model.dtype=bfloat16"]), setup().shape, "cpu", 1, prompt)
+        return next(item.bytes for item in sampling(made) if item.name == "prefill")
+
+    assert prefill(2048) == prefill(4096) < prefill(8192)
+
+
 def test_a_checkpoint_and_the_model_on_the_disk():
     made = setup()
     count = made.shape.parameters

@@ -190,6 +190,20 @@ def test_a_checkpoint_has_the_batches_under_way(go, monkeypatch, sections, there
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_resumed_run_that_is_stopped_before_it_takes_a_batch_saves_those_under_way(go, monkeypatch):
+    sections = {"rollout": {"ahead": 2}}
+    _sampled_when_waited_for(monkeypatch)
+    whole = go("whole", **sections)
+    monkeypatch.undo()
+    with monkeypatch.context() as patch, pytest.raises(StoppedError, match="saved"):
+        patch.setattr(ahead_module.Ahead, "_bring_back", lambda ahead: os.kill(os.getpid(), signal.SIGTERM))
+        go("stopped", resume_from=whole / "checkpoints/step-2", **sections)
+    resumed = go("stopped", resume=True, **sections)
+    assert [row["step"] for row in rows(resumed)] == [3, 4, 5]
+    one, other = (load_file(f / "checkpoints/step-5/optimizer.safetensors") for f in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 SIGNALS = [(where, steps) for where in ("waiting", "learning", "between updates") for steps in (1, 2)]
 FAST_SIGNALS = [("waiting", 1), ("learning", 1), ("between updates", 2)]
 

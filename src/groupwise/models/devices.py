@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def computes_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+@cache
 def product_gives_fp32(product: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``product`` (``torch.mm`` or ``torch.bmm``) can give fp32 from ``dtype`` on ``device``. Not every PyTorch can, so a small one
     is tried and compared."""

@@ -99,7 +99,7 @@ class Shape:
 
 
 def layer_forward(
-    layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool = False
+    layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool
 ) -> tuple[Tensor, Tensor]:
     """The layer's output ``[R, D]``, differentiable, and its rotated keys and values ``[R, 2K, E]``, detached.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -59,18 +58,13 @@ allowed_fp32 = True
 """Whether products that give fp32 are taken where there are some; the engine's ``fast_paths`` leaves them out where they are no good."""
 
 
-@cache
-def _gives_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    return product_gives_fp32(torch.mm, device, dtype)
-
-
 class _Tile:
     """fp32 logits of some rows and one slice of the vocabulary, in a buffer that is used again."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, temperature: float) -> None:
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
         rows = max((r.stop - r.start for r in _row_tiles(hidden)), default=0)
-        self.wide = allowed_fp32 and _gives_fp32(hidden.device, hidden.dtype)
+        self.wide = allowed_fp32 and product_gives_fp32(torch.mm, hidden.device, hidden.dtype)
         copied = not self.wide and not kernels_fit(hidden.device)
         self.buffer = torch.empty(
             rows * min(LOGIT_COLUMNS, len(weight)) if copied else 0, dtype=torch.float32, device=hidden.device

@@ -270,9 +270,9 @@ class MergedLayer:
     def product(self, name: str, x: Tensor) -> Tensor:
         """``x`` times the projection ``name``, differentiable in ``x`` and the factors."""
         projection = self.projections[name]
-        factors = projection.factors() if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled():
             return linear(x, projection.weight, projection.bias)
+        factors = projection.factors()
         return _MergedProduct.apply(x, projection, factors, *_tensors(factors))  # type: ignore[no-any-return]
 
     def blocked(self, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,9 @@ __all__ = [
     "passing_bytes", "peak_bytes", "peak_phase", "phases", "prefill_bytes", "sampling", "warm_start",
 ]  # fmt: skip
 
+_MANY = 10**6
+"""Held-out problems of a source of their own, which the plan does not read: more than are sampled at once."""
+
 
 def kept_formula(setup: Setup) -> str:
     if setup.config.model.gradient_checkpointing:
@@ -69,7 +72,7 @@ def _layer_kept(setup: Setup, batch: MicroBatchSize) -> int:
         return batch.padded * _module_row(setup)
     shape, s = setup.shape, setup.weight_bytes
     raw = (shape.qkv if shape.head_norm else 0) + (shape.layer_norms - 2) * shape.width
-    if setup.device == "cpu":  # models/layer.py, _Kept and the input
+    if setup.device == "cpu":  # models/layer.py, Kept and the input
         row = s * (2 * shape.width + shape.qkv + shape.attended + 2 * shape.feed_forward + raw) + shape.heads * (s + 4)
         return batch.rows * row
     # models/layer.py, _by_library: input, middle, both normed; rotated queries, keys and values; the attention's output; gate, up and their
@@ -236,13 +239,14 @@ def passes(setup: Setup, tokens: int, completion: int) -> list[Item]:
 
 def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:
     """What an evaluation takes beside the run's state; with at most ``rows`` sequences at once, by default as many as the run samples."""
-    settings, rollout = setup.config.evaluation, setup.config.rollout
+    settings, rollout, data = setup.config.evaluation, setup.config.rollout, setup.config.data
+    there_are = data.holdout if data.eval_source is None and data.eval_split is None else _MANY
     limit = rollout.max_concurrent_sequences if rows is None else rows
     judged = setup.changed(
         rollout__max_completion_tokens=settings.max_completion_tokens or rollout.max_completion_tokens,
         rollout__max_concurrent_sequences=limit,
     )
-    return _sampling(judged, -(-(settings.problems or 10**6) // setup.world_size), settings.samples)
+    return _sampling(judged, -(-min(settings.problems or _MANY, there_are) // setup.world_size), settings.samples)
 
 
 def _checkpoint(setup: Setup) -> list[Item]:
@@ -376,6 +380,7 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
     if not setup.by_builtin:
         return _by_module(setup, rows)
     groups = min(prompts, rows)
+    prefilled = max(setup.prompt, min(PREFILL_TOKENS, groups * setup.prompt))
     per_position = shape.cached(s)
     room = _grown_room(setup)
     own = rows * room * per_position
@@ -384,7 +389,7 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
         *gathered_for_sampling(setup),
         Item("KV cache", groups * setup.prompt * per_position + own + growing, "2 L K E s (groups x prompt + rows x completion)"),
         _logits(setup, rows),
-        Item("prefill", prefill_bytes(setup, min(PREFILL_TOKENS, groups * setup.prompt)), "one layer over 4,096 prompt tokens"),
+        Item("prefill", prefill_bytes(setup, prefilled), "one layer over 4,096 prompt tokens, or one longer prompt"),
     ]
     merged = Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")
     if setup.device == "cpu":  # they are made of the merged ones, which stay only where the base is divided

@@ -215,6 +215,8 @@ class Ahead:
 
     def checkpoint_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See ``Stateful``."""
+        if self._restored is not None:  # stopped before a batch was taken: they are where they were
+            return self._restored
         tensors: dict[str, Tensor] = {}
         rows: list[dict[str, Any]] = []
         for batch in self._batches.values():
@@ -243,7 +245,7 @@ class Ahead:
         so are those of a run that did not divide its weights, where they are divided now."""
         if self._restored is None:
             return
-        (tensors, values), self._restored = self._restored, None
+        tensors, values = self._restored
         loaded: set[int] = set()
         for row in values["batches"]:
             step, weights_of = int(row["step"]), int(row["weights_of"])
@@ -258,6 +260,7 @@ class Ahead:
                     slot.engine.refresh(int(row["version"]))
                     loaded.add(weights_of)
                 self._batches[step] = self._order(step, weights_of, int(row["version"]))
+        self._restored = None  # only now: a signal may have come between
 
     def _sampled_before(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Batch:
         step = int(row["step"])

@@ -107,13 +107,8 @@ class Critic:
         """Add the gradient of a critic that has a trunk, of ``scale`` times its loss."""
         loss, metrics = self.loss_of(micro_batch, None)
         if torch.is_grad_enabled():
-            (scale * self._loss_scale * loss).backward()  # type: ignore[no-untyped-call]
+            (scale * loss).backward()  # type: ignore[no-untyped-call]
         return metrics
-
-    @property
-    def _loss_scale(self) -> float:
-        """1 except for a trunk with half-precision weights."""
-        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     def sum_gradients(self, world: World) -> None:
         """Over the processes, of which one without a share of the batch has no gradient of its own. A collective call."""
@@ -128,8 +123,6 @@ class Critic:
         """Take the step if the policy's was made; a gradient that is not finite is dropped either way, head and trunk together. Returns
         the norm of the trunk's gradient before clipping."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        for gradient in gradients:
-            gradient.div_(self._loss_scale)
         sound = made and math.isfinite(float(sum(g.abs().sum() for g in gradients)))
         if sound and self.optimizer is not None:
             self.grad_norm, sound = self.optimizer.step(self.config.critic_learning_rate)

@@ -130,27 +130,30 @@ class Learner:
         ``paused`` with the rest to be done later, and the gradient of an update that was under way is dropped. ``held`` is the state of
         such a window: the same ``groups`` are then resumed.
         """
-        step, updates = self.next_step if step is None else step, self.config.algorithm.updates_per_batch
-        self.next_step, self.token_advantages, self.paused, halvings = step + 1, {}, None, self.budget.halvings
-        known = None if self.objective.advantages_need_passes else self._advantages(groups)
-        learnt, scored_only = self._taking_part(groups, known)
+        step = self.next_step if step is None else step
+        updates, halvings = self.config.algorithm.updates_per_batch, self.budget.halvings
+        self.next_step, self.paused, self.token_advantages = step + 1, None, {}
+        # With a KL in the reward or a learned value, advantages are known after the passes that score.
+        advantages = None if self.objective.advantages_need_passes else self._advantages(groups)
+        learnt, scored_only = self._taking_part(groups, advantages)
         if not learnt:
-            return Learnt([[0.0] * len(group.completions) for group in groups] if known is None else known.by_group, {})
+            nothing = [[0.0] * len(group.completions) for group in groups]
+            return Learnt(nothing if advantages is None else advantages.by_group, {})
         self._seed_noise(step)
         window = self.window(groups, learnt, scored_only if held is None else ())
         if held is None:
             self._score(window)
-            self._set_advantages(window, known or self._advantages(groups, window.batch))
+            self._set_advantages(window, advantages or self._advantages(groups, window.batch))
         else:
             window.restore(*held)
         bonus = window.metrics.get(BONUS)
         self.entropy_bonus = (bonus.value or None) if bonus else None
         while window.updates < updates:
-            passes = self.accumulate([BatchPass(window, window.updates == 0)], stop if within else None)
-            if passes is not None:
-                place = step * updates + window.updates
-                made = self.step(learning_rate_at(self.config.optimizer, place, self.config.optimizer_steps, self.updates))
-                window.count_update(passes | made, updates)
+            metrics = self.accumulate([BatchPass(window, window.updates == 0)], stop if within else None)
+            if metrics is not None:
+                update = step * updates + window.updates
+                rate = learning_rate_at(self.config.optimizer, update, self.config.optimizer_steps, self.updates)
+                window.count_update(metrics | self.step(rate), updates)
             if window.updates < updates and stop and stop():
                 self.paused = window
                 return Learnt(window.advantages, window.metrics)
@@ -272,7 +275,7 @@ class Learner:
             logprobs_T=scored.logprobs_T,
             sequence_T=micro_batch.packed.sequence_T,
             weights_T=view.weights_T * scale,
-            old_logprobs_T=view.old_logprobs_T,
+            old_logprobs_T=view.old_logprobs_T,  # None in the first update: the ratio is 1
             advantages_T=view.advantages_T,
             reference_logprobs_T=view.reference_logprobs_T,
             sampler_logprobs_T=view.sampler_logprobs_T,
@@ -299,9 +302,12 @@ class Learner:
     def _in_first_pass(self, view: Batch, taken_T: Tensor) -> tuple[dict[str, Metric], Columns]:
         """The sampler's mismatch, and what later updates go by: what the policy said at the first (``taken_T``, in nats)."""
         tokens = len(taken_T)
+        apart, total = torch.stack(
+            [(taken_T - view.sampler_logprobs_T).abs().sum(), taken_T.sum()]
+        ).tolist()  # one wait for a GPU
         metrics: dict[str, Metric] = {
-            "policy/sampler_mismatch": Mean(float((taken_T - view.sampler_logprobs_T).abs().sum()), tokens),
-            "policy/entropy": Mean(-float(taken_T.sum()), tokens),
+            "policy/sampler_mismatch": Mean(apart, tokens),
+            "policy/entropy": Mean(-total, tokens),
             "speed/learnt_tokens": Sum(tokens),
         }
         columns: Columns = {}

@@ -85,7 +85,6 @@ class StochasticAdamW:
     def __init__(self, groups: Sequence[dict], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:  # type: ignore[type-arg]
         self.betas, self.eps, self.seed = betas, eps, 0
         self.param_groups = [{"lr": lr, "weight_decay": weight_decay, **group} for group in groups]
-        self.parameters: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
@@ -224,12 +223,10 @@ class MasterAdamW:
         self._scale = LossScale() if half else None
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False  # the parameters may live on, and learn by another optimiser
-        self._collected: list[Tensor] = []
-        """The master whose gradient each hook collects."""
         self._sums: dict[Tensor, Tensor] = {}
         self.lost: Mean | None = None
         """Share of the last step's updates that were rounded away; None where no weight had a gradient."""
-        self.masters: list[Tensor] = [self._master(p) for p in self.parameters]
+        self.masters: list[Tensor] = [self._master(place, p) for place, p in enumerate(self.parameters)]
         self.adamw = self._make_adamw()
 
     @property
@@ -291,7 +288,7 @@ class MasterAdamW:
             }
         return adamw
 
-    def _master(self, parameter: nn.Parameter) -> Tensor:
+    def _master(self, place: int, parameter: nn.Parameter) -> Tensor:
         if self.home is None and adds_up_itself(parameter, self.config):
             return parameter
         stochastic = self.config.precision == "stochastic"
@@ -300,21 +297,19 @@ class MasterAdamW:
             master = master.pin_memory()  # weights are copied from it after every update, and nobody waits for that
 
         # A parameter keeps its hooks, and torch's collector does not look into them: by a strong reference neither would be freed.
-        own, place = weakref.ref(self), len(self._hooks)
+        own = weakref.ref(self)
 
         def collect(p: Tensor) -> None:
             optimizer = own()
             if optimizer is not None:
-                optimizer._collect(p, place)
+                optimizer._collect(p, optimizer.masters[place])
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(collect))
-        self._collected.append(master)
         return master
 
-    def _collect(self, parameter: Tensor, place: int) -> None:
+    def _collect(self, parameter: Tensor, master: Tensor) -> None:
         """Move a parameter's gradient into its fp32 sum."""
         assert parameter.grad is not None
-        master = self._collected[place]
         grad, parameter.grad = parameter.grad, None
         total = self._sums.get(master)
         if total is None:  # taken now, when the activations that led here are free again: not at the peak

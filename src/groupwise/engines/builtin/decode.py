@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,7 +39,7 @@ from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate, rotate
 
 __all__ = [
     "ALLOWED", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "decoding_kernels_fit", "in_bucket",
-    "plain_product", "rearranged_product", "rearranging_helps",
+    "rearranged_product", "rearranging_helps",
 ]  # fmt: skip
 
 
@@ -127,16 +127,11 @@ def decoding_kernels_fit(device: torch.device) -> bool:
     return ALLOWED["kernels"] and device.type in _KERNELS_ON and find_spec("triton") is not None
 
 
-@cache
-def gives_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """``product_gives_fp32`` of batched products."""
-    return product_gives_fp32(lambda *numbers, **how: torch.bmm(*numbers, **how), device, dtype)
-
-
 def _scores(query: Tensor, key: Tensor) -> Tensor:
     """``[x, W, E]`` against ``[x, P, E]``: on a GPU in fp32, as learning has them, so that sampler and policy agree."""
-    wide: dict[str, Any] = {"out_dtype": torch.float32} if ALLOWED["fp32"] and gives_fp32(query.device, query.dtype) else {}
-    return torch.bmm(query, key.transpose(1, 2), **wide)
+    wide = ALLOWED["fp32"] and product_gives_fp32(torch.bmm, query.device, query.dtype)
+    how: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
+    return torch.bmm(query, key.transpose(1, 2), **how)
 
 
 def attend(query: Tensor, cache: Cache, layer: int, lanes: Lanes, mask: Tensor) -> Tensor:
@@ -155,17 +150,6 @@ def attend(query: Tensor, cache: Cache, layer: int, lanes: Lanes, mask: Tensor) 
 
 Product = Callable[[Tensor], Tensor]
 """``[B, in]`` to ``[B, out]``."""
-
-
-@dataclass(frozen=True, slots=True)
-class plain_product:  # used as a function
-    """``x @ weight.T + bias`` on the weight as it is."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
 
 
 def rearranging_helps(weight: Tensor) -> bool:
@@ -199,7 +183,7 @@ _FEWEST_FP32 = 8
 
 
 def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 32) -> Product:
-    """Like ``plain_product``, on a rearranged copy of ``weight`` as it is now. ``rows`` is a hint of the batch's size.
+    """``x @ weight.T + bias``, on a rearranged copy of ``weight`` as it is now. ``rows`` is a hint of the batch's size.
 
     A row's product does not depend on the rows beside it, as it does with plain fp32 weights; but fp32 weights rearranged for a single row
     round its sums in another way, so none are.
@@ -230,7 +214,7 @@ class DecodeWeights:
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
         def product(weight: Tensor, bias: Tensor | None = None) -> Product:
-            return rearranged_product(weight, bias, rows) if rearranged else plain_product(weight, bias)
+            return rearranged_product(weight, bias, rows) if rearranged else partial(linear, weight=weight, bias=bias)
 
         rearranged = rearranging_helps(decoder.embedding)
         self.layers = [

@@ -44,8 +44,8 @@ def _restrict(logits: Tensor, settings: SamplingSettings) -> None:
         logits.masked_fill_(logits < lowest, float("-inf"))
     if settings.top_p < 1.0:
         ordered, index = logits.sort(dim=1, descending=True)
-        mass = ordered.softmax(1).cumsum(1)
-        ordered.masked_fill_(mass - ordered.softmax(1) >= settings.top_p, float("-inf"))
+        shares = ordered.softmax(1)
+        ordered.masked_fill_(shares.cumsum(1) - shares >= settings.top_p, float("-inf"))
         logits.scatter_(1, index, ordered)
     if settings.min_p > 0.0:
         logits.masked_fill_(logits < logits.amax(1, keepdim=True) + math.log(settings.min_p), float("-inf"))

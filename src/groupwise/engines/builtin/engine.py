@@ -352,10 +352,19 @@ class _Batch:
             self.patience.first(absent)
             # All that was admitted may have ended with its first token, while others are still waiting.
             return bool(absent) or len(self.call.ended) > before
-        running = [len(row.tokens) for row in self.rows if not row.done]
         count = min(self.burst, max(self.call.room(row) for row in self.rows if not row.done))
+        step = self._planned(count)
+        for tokens, logprobs in zip(*self.runner.run(step, count, self._given()), strict=True):
+            self._take(tokens[: len(self.rows)], logprobs[: len(self.rows)], self.rows)
+        self._settle()
+        return True
+
+    def _planned(self, count: int) -> DecodeStep:
+        """Where every row stands, with room in the cache for ``count`` tokens more."""
+        running = [len(row.tokens) for row in self.rows if not row.done]
         keeping = self.max_rows if self.kept else len(self.rows)
-        if self.cache.reserve(min(max(running) - 1 + count, self.cache.limit), keeping):
+        # One more than the burst fills: a row whose turn ends with its last token may be carried on, and writes there.
+        if self.cache.reserve(min(max(running) + count, self.cache.limit), keeping):
             self.step = None
         if self.step is None or self.changed:
             self.padded = self.padded or (self.burst > 1 and self.changed and self.step is not None)
@@ -373,10 +382,7 @@ class _Batch:
             if self.step is None or not self.step.take(planned):
                 self.step = planned
             self.changed = False
-        for tokens, logprobs in zip(*self.runner.run(self.step, count, self._given()), strict=True):
-            self._take(tokens[: len(self.rows)], logprobs[: len(self.rows)], self.rows)
-        self._settle()
-        return True
+        return self.step
 
     def _given(self) -> list[Given]:
         """What rows were given since they last sampled, or lost while they were away; it is in the cache after the step."""
@@ -585,9 +591,7 @@ class Runner:
     own, and the driver may refuse), there are no more graphs: every step is launched, which is slower and gives the same tokens.
     """
 
-    def __init__(
-        self, decoder: Decoder, weights: DecodeWeights, cache: Cache, draw: Draw, tell: Callable[[str], object] = logger.warning
-    ) -> None:
+    def __init__(self, decoder: Decoder, weights: DecodeWeights, cache: Cache, draw: Draw, tell: Callable[[str], object]) -> None:
         """``tell``: hears of a graph that could not be captured."""
         self.decoder, self.weights, self.cache, self.draw, self.tell = decoder, weights, cache, draw, tell
         self._launches = False

@@ -39,7 +39,7 @@ from groupwise.engines.builtin.draw import Draw
 from groupwise.memory import ran_out_on_device, reclaim_memory
 from groupwise.models import attention, logprobs, merging, ops, varlen_attention
 from groupwise.models.decoder import Decoder, why_unsupported
-from groupwise.models.devices import wait_for
+from groupwise.models.devices import product_gives_fp32, wait_for
 from groupwise.models.embedded import cache_folder
 from groupwise.models.native import build, calls
 from groupwise.models.packing import pack_prompts
@@ -49,15 +49,7 @@ __all__ = ["TOLERANCE", "Choice", "FastPath", "Measured", "check_fast_paths", "c
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """How far two ways of computing may be apart, as a share of the norm of what the plain one gives."""
 _VOCABULARY, _LAYERS, _REPEATS = 4096, 2, 5
-_SOURCES = (
-    Path(__file__),
-    build.SOURCE,
-    Path(decoding.__file__),
-    Path(builtin.__file__),
-    Path(given.__file__),
-    Path(__file__).with_name("gpu_kernels.py"),
-    *Path(attention.__file__).parent.glob("*.py"),
-)
+_SOURCES = (build.SOURCE, *Path(__file__).parent.glob("*.py"), *Path(attention.__file__).parent.glob("*.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +115,11 @@ def fast_paths() -> tuple[FastPath, ...]:
         ),
         # Not for speed alone: a row is rounded in the same way whatever rows are beside it, and exact resume of episodes lives by that.
         FastPath(
-            "rearranged weights", lambda d: decoding.rearranging_helps(d.embedding), _allow_rearranging, ("a decode step",), 4.0
+            "rearranged weights",
+            lambda d: decoding.rearranging_helps(d.embedding),
+            _allowing("rearranged"),
+            ("a decode step",),
+            4.0,
         ),
         FastPath("the library's attention", lambda d: d.device.type != "cpu", attention.allow_library, ("passes",)),
         FastPath(
@@ -142,11 +138,20 @@ def fast_paths() -> tuple[FastPath, ...]:
         ),
         FastPath("flash attention", _takes_flash, attention.allow_flash, ("passes",)),
         # Not for speed: sampler and learner agree better.
-        FastPath("scores in fp32", lambda d: decoding.gives_fp32(d.device, d.dtype), _allow_fp32, ("a decode step",), 2.0),
-        FastPath("logits in fp32", lambda d: logprobs._gives_fp32(d.device, d.dtype), _allow_fp32_logits, ("passes",)),
+        FastPath(
+            "scores in fp32",
+            lambda d: product_gives_fp32(torch.bmm, d.device, d.dtype),
+            _allowing("fp32"),
+            ("a decode step",),
+            2.0,
+        ),
+        FastPath("logits in fp32", lambda d: product_gives_fp32(torch.mm, d.device, d.dtype), _allow_fp32_logits, ("passes",)),
         FastPath("captured graphs", lambda d: d.device.type in builtin.GRAPHS, _allow_graphs, ("a burst of decode steps",)),
         FastPath(
-            "kernels for decoding", lambda d: decoding.decoding_kernels_fit(d.device), _allow_kernels, ("a step of long rows",)
+            "kernels for decoding",
+            lambda d: decoding.decoding_kernels_fit(d.device),
+            _allowing("kernels"),
+            ("a step of long rows",),
         ),
     )
 
@@ -161,16 +166,9 @@ def _allow_fp32_logits(yes: bool) -> None:
     logprobs.allowed_fp32 = yes
 
 
-def _allow_rearranging(yes: bool) -> None:
-    decoding.ALLOWED["rearranged"] = yes
-
-
-def _allow_fp32(yes: bool) -> None:
-    decoding.ALLOWED["fp32"] = yes
-
-
-def _allow_kernels(yes: bool) -> None:
-    decoding.ALLOWED["kernels"] = yes
+def _allowing(name: str) -> Callable[[bool], None]:
+    """The switch of a way of decoding."""
+    return partial(decoding.ALLOWED.__setitem__, name)
 
 
 def _allow_graphs(yes: bool) -> None:
@@ -323,10 +321,11 @@ _COMPLETIONS = ([5, 7, 11, 13] * 8, [17, 19, 23] * 5)
 def _passes(decoder: Decoder, entropy: bool = False) -> Action:
     """A forward and a backward pass: log-probabilities, and the gradients of the layers' tensors. With ``entropy`` at another
     temperature than 1, and of entropies too."""
-    decoder.attention = attention.default_implementation(decoder.device)
+    decoder.attention = implementation = attention.default_implementation(decoder.device)
     packed = decoder.prepare([(prompt, _COMPLETIONS) for prompt in _PROMPTS])
 
     def action() -> Sequence[Tensor]:
+        decoder.attention = implementation  # the other way's action has set its own
         tensors = [tensor for layer in decoder.layers for tensor in layer.tensors() if tensor is not None]
         with torch.enable_grad():
             if not entropy:

@@ -1,4 +1,4 @@
-"""What rows are given between their turns, or lost while they were away, computed beside a decode step.
+"""What rows are given between their turns, or lost while they were away, computed beside a decode step (chunked prefill).
 
 All tokens but a row's last go through the step's own matrix products, which on CPUs cost hardly more for that: a pass of their own would
 read all weights once more. The last is fed as a sampled token would be.
