@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,8 @@ from groupwise.distributed import World
 from groupwise.engines import make_engine
 from groupwise.engines.base import COLDEST, Engine, SamplingSettings
 from groupwise.episodes import Episodes, open_episodes, playing, render_episode
-from groupwise.errors import ConfigError
+from groupwise.episodes.environments import Environments
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.importing import looks_like_file
 from groupwise.models.adapters import load_trained
 from groupwise.models.folder import adapter_in
@@ -37,6 +39,8 @@ __all__ = [
     "settings_for_model",
     "settings_to_ask",
 ]
+
+logger = logging.getLogger("groupwise")
 
 MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
 LONGEST_ANSWER = 512
@@ -198,10 +202,24 @@ def load_to_ask(config: Config) -> Policy:
     return policy if adapter is None else load_trained(policy, adapter)
 
 
+def _without_what_needs_a_row(config: Config) -> Config:
+    """The settings without an environment that cannot begin for a question by itself, such as a game that is told its answer."""
+    named = config.rollout.environment
+    if named is None or config.rollout.command is not None:
+        return config
+    try:
+        Environments.load(named, config.rollout.tool_timeout_s).opening(Problem("chat:0", "", ""))
+    except TrainingError as unfit:
+        logger.warning("the model answers without its environment, which a question alone does not begin: %s", unfit)
+        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": None})})
+    return config
+
+
 def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bool, seed: int) -> Speaker:
     """Load the policy of ``config``; its prompt settings say how questions are put. Raises ConfigError for a temperature below 0."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError(f"temperature is {temperature}, but it must be 0, for the likeliest tokens, or more")
+    config = _without_what_needs_a_row(config)
     policy = load_to_ask(config)
     episodes = open_episodes(config, policy.tokenizer, policy.end_token_ids)
     system, _ = resolve_system(config.prompt, config.data)

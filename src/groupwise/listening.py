@@ -10,6 +10,7 @@ import errno
 import hmac
 import ipaddress
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
@@ -36,6 +37,8 @@ class BoundedServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: Any, connections: int) -> None:
         self._free = threading.BoundedSemaphore(connections)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -417,6 +417,17 @@ def test_processes_do_not_lay_a_model_over_all_devices_each(groupwise, tiny_mode
         assert "device_map is auto, which lays one model over all devices, but several processes take one each" in refused.stderr
 
 
+def test_models_judged_on_other_problems_are_shown_and_written_all_the_same(groupwise, tiny_model, problems, tmp_path):
+    words = ["--data", problems, "rollout.max_completion_tokens=4", "model.dtype=float32", "evaluation.modes=[greedy]"]
+    before, both = tmp_path / "before.jsonl", tmp_path / "both.jsonl"
+    assert groupwise("eval", tiny_model, *words, "--out", before).exit_code == 0
+    result = groupwise("eval", before, tiny_model, *words, "evaluation.problems=3", "--out", both)
+    assert result.exit_code == 2
+    assert "cannot be compared (greedy)" in flat(result.stderr)
+    assert len(both.read_text().splitlines()) == 12 + 3
+    assert "strict" in result.stdout
+
+
 def test_two_models_are_compared_and_their_records_judged_again(groupwise, tiny_model, run_folder, problems, tmp_path):
     out = tmp_path / "both.jsonl"
     words = ["--data", problems, "--samples", "3", "rollout.max_completion_tokens=4", "model.dtype=float32", "--out", out]

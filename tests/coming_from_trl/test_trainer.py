@@ -10,6 +10,7 @@ import shutil
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from groupwise.algorithm import Objective
 from groupwise.algorithm.advantages import maxrl_advantage
 from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
-from groupwise.trl.outputs import summary_in
+from groupwise.trl.outputs import CompletionLog, summary_in
 from groupwise.trl.rewards import combine
 
 NAMES = {
@@ -477,6 +478,21 @@ def test_completions_are_written_where_that_is_asked_for(tiny_folder, chats, let
     assert "Step 1" in capsys.readouterr().out
 
 
+def test_completions_are_written_beside_lists_of_words_and_prompts_with_calls(tiny_folder, chats, letters, settings, capsys):
+    def logs(completions, log_extra, **kwargs):
+        log_extra("words", [["a", "b"] for _ in completions])
+        return [0.0] * len(completions)
+
+    log = CompletionLog(settings(log_completions=True), is_first=True)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    prompt = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    log.keep(SimpleNamespace(sampled=[0], prompts=[prompt], completions=["2"], scores=[], advantages=[0.5]), [], {})
+    log.write(1)
+    assert '"name": "add"' in capsys.readouterr().out.replace("\n", "")
+    GRPOTrainer(str(tiny_folder), [letters, logs], settings(log_completions=True, max_steps=1), chats).train()
+    assert "['a', 'b']" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_real_tokenizer(qwen_tokenizer, chats, letters, settings):
     import copy
@@ -645,6 +661,9 @@ def test_a_stream_is_read_as_far_as_it_is_needed_and_begins_again(tiny_folder, p
     trainer.train()
     assert rows[:4] == [0, 2, 4, 6]
     assert len(rows) < 12
+    rows.clear()
+    trainer.train()
+    assert rows[:4] == [0, 2, 4, 6], "training again begins again"
     again = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=7), prompts.to_iterable_dataset(), eval_dataset=stream)
     again.train()
     assert again.state.global_step == 7, "14 prompts of 12"

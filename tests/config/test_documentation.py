@@ -88,6 +88,7 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
         (["data.eval_split=test", "data.holdout=50", "data.source=gsm8k"], "data.holdout=50 has no effect here"),
         (["data.source=gsm8k", "data.arithmetic.steps=3"], "data.arithmetic.steps=3 has no effect here: data.source is gsm8k"),
         (["data.holdout=0"], "this run is not evaluated"),
+        (["data.source=gsm8k", "data.eval_source=arithmetic", "data.holdout=0"], "this run is not evaluated"),
         (["data.holdout=20"], "evaluation uses 20 problems"),
         (["dtype=float32", "precision=pure"], "optimizer.precision='pure' has no effect here"),
         (["precision=pure"], "are rounded away"),
@@ -118,6 +119,10 @@ def test_a_setting_without_effect_says_so_once(overrides, said):
     found = [note for note in notes(load_config(None, overrides)) if said in note]
     assert len(found) == 1
     assert found[0].endswith(".")
+
+
+def test_the_generator_holds_out_as_many_as_it_is_told():
+    assert notes(load_config(None, ["data.source=gsm8k", "data.eval_source=arithmetic", "data.holdout=300"])) == []
 
 
 @pytest.mark.parametrize("more", ["rewards.clip=[-1,1]", "preset=dr_grpo", "algorithm.kl.placement=reward"])

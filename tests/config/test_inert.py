@@ -16,6 +16,7 @@ INERT = {
         "data.source is arithmetic, whose generator has no such thing: leave it out, or name another source",
     ),
     "data.split": ("test", "data.source is arithmetic"),
+    "data.eval_split": ("test", "data.source is arithmetic"),
     "data.folder": ("/data", "data.source is arithmetic, whose generator has no such thing"),
     "rewards.processes": (4, "no reward function has isolate: leave it out, or set isolate in an entry of rewards.functions"),
     "algorithm.stale_samples": ("uncorrected", "rollout.ahead is 0, so every batch is sampled by the newest weights"),
@@ -31,6 +32,7 @@ INERT = {
 ACTS = {
     "data.prompt_column": {"data": {"source": "gsm8k"}},
     "data.split": {"data": {"source": "gsm8k"}},
+    "data.eval_split": {"data": {"source": "gsm8k"}},
     "data.folder": {"data": {"source": "gsm8k"}},
     "rewards.processes": {"rewards": {"functions": [{"function": "accuracy", "isolate": "process", "timeout_s": 1}]}},
     "algorithm.stale_samples": {"rollout": {"ahead": 1}},

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from test_driver import PLENTY, Scripted, episodes_of, prompt_of
 
+from groupwise.chat import answer_of, make_speaker
 from groupwise.config.schema import PromptConfig
 from groupwise.doctor import diagnose_prepared
 from groupwise.episodes import render_episode
@@ -326,3 +327,31 @@ def test_an_environment_is_closed_when_its_episode_is_over(tokenizer):
         (group,), _, _ = played(tokenizer, lambda n, sample, turn: ["1", "no number"][sample], factory, samples=2, max_turns=2)
         assert {c.finish_reason for c in group} <= {"max_turns", "environment_error", "stop"}
         assert not open_now
+        episodes_of(tokenizer, environments=Environments({None: factory}, 5.0)).play_script(prompt_of(), ["1", "2"], 5)
+        assert not open_now, "a worked example's is closed too"
+
+
+def test_a_talk_with_a_model_that_learnt_a_game_is_with_the_model_itself(tmp_path, caplog):
+    """A question alone begins no game that is told its answer."""
+    folder = write_tiny_llama(tmp_path / "model", tie_word_embeddings=False, max_position_embeddings=512)
+    game = {"environment": "groupwise.episodes.games:HigherOrLower"}
+    config = tiny_config(folder, write_sums(tmp_path / "sums.jsonl"), rollout=game)
+    speaker = make_speaker(config, 5, 1.0, False, 0)
+    assert answer_of(speaker, "Hello?") is not None
+    assert "the model answers without its environment" in caplog.text
+    assert config.rollout.environment is not None
+
+
+def test_an_environment_that_cannot_begin_is_closed():
+    closed = []
+
+    class Down:
+        def reset(self, **row: Any) -> None:
+            raise OSError("no server")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    with pytest.raises(TrainingError, match="no server"):
+        Environments({None: Down}, LONG_S).opening(Problem("p", "?", ""))
+    assert len(closed) == 1

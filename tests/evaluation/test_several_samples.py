@@ -3,12 +3,14 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 from groupwise.config.schema import Config
+from groupwise.data import algebra
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import DataError
 from groupwise.evaluation import (
@@ -21,6 +23,7 @@ from groupwise.evaluation import (
     write_records,
 )
 from groupwise.evaluation.figures import figures, first_samples
+from groupwise.evaluation.judging import training_effect
 from groupwise.evaluation.records import latex_right, make_record
 from groupwise.metrics import wilson_interval
 from groupwise.tracking.tables import comparison_lines, condition_line, condition_lines, judged_tables, legend, summary_lines
@@ -137,6 +140,21 @@ def test_other_data_are_not_compared():
         record["expected"] = "13"
     with pytest.raises(DataError, match="base and new cannot be compared"):
         compare_models([("base", [judged()]), ("new", [elsewhere])])
+
+
+def test_a_run_that_judges_others_in_the_end_has_no_effect_to_show():
+    one = replace(judged(), stage="base")
+    assert training_effect({"base": one, "final": replace(judged(), stage="final")}) is not None
+    assert training_effect({"base": one, "final": replace(judged(samples=1), stage="final")}) is None
+
+
+def test_each_problem_s_records_have_their_own_budget(tmp_path, monkeypatch):
+    """What comparisons of earlier problems cost leaves no later one unchecked."""
+    found = judged({**SAID, "a": [xml(r"\sqrt{144}")] * 4})
+    write_records(path := tmp_path / "records.jsonl", [("model", [found])])
+    monkeypatch.setattr(algebra._CHECKER, "left_s", 0.0)
+    (_, (again,)), *_ = rescore(path)
+    assert {record["strict"] for record in again.records if record["problem"] == "a"} == {True}
 
 
 def test_records_can_be_judged_again(tmp_path):

@@ -32,6 +32,13 @@ def config(*entries, **settings):
     return RewardsConfig(functions=[RewardFunctionConfig(**entry) for entry in entries], **settings)
 
 
+def test_a_function_from_python_is_not_dropped_for_a_model_of_its_name():
+    suite = RewardSuite.from_config(
+        config({"model": "org/judge"}), "xml", {"judge": constant(1.0)}, open_model=lambda *given, **named: constant(2.0)
+    )
+    assert len(suite.names) == 2
+
+
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def serving(byte_tokenizer):
 
 def call(server, body=None, method="POST", path="/v1/chat/completions", headers=(), raw=None):
     """Status and JSON of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LONG_S)
+    connection = http.client.HTTPConnection(urlsplit(server.url).hostname, server.port, timeout=LONG_S)
     try:
         data = raw if raw is not None else json.dumps(body).encode() if method == "POST" else None
         given = {"Content-Type": "application/json"} if method == "POST" else {}
@@ -98,7 +99,7 @@ def asking(text="Hello", **more):
 
 def streamed(server, body):
     """Every event of a stream, the last of which must be [DONE]."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LONG_S)
+    connection = http.client.HTTPConnection(urlsplit(server.url).hostname, server.port, timeout=LONG_S)
     try:
         connection.request(
             "POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}

@@ -105,6 +105,13 @@ def test_who_announces_and_never_sends_is_hung_up_on(serving, monkeypatch):
         assert idle.recv(1000) == b""
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_an_address_of_ipv6_is_served(serving):
+    where = serving("x", host="::1")
+    assert where.url.startswith("http://[::1]:")
+    assert call(where, path="/v1/models", method="GET")[0] == 200
+
+
 def test_messages_that_the_template_refuses_are_the_client_s_mistake(serving, byte_tokenizer, monkeypatch):
     where = serving("x")
     monkeypatch.setattr(where.service._tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")

@@ -69,6 +69,17 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         RunFolder.create(Config(), None, "x")
 
 
+def test_a_folder_that_could_not_be_begun_may_be_tried_again(tmp_path, monkeypatch):
+    def full(self, *given):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_start", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            RunFolder.create(Config(), tmp_path / "run", "x")
+    RunFolder.create(Config(), tmp_path / "run", "x").release()
+
+
 def test_the_default_names_recipe_and_time_and_never_collides(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20250102-030405")

@@ -195,9 +195,10 @@ def test_a_resumed_run_that_is_stopped_before_it_takes_a_batch_saves_those_under
     _sampled_when_waited_for(monkeypatch)
     whole = go("whole", **sections)
     monkeypatch.undo()
-    with monkeypatch.context() as patch, pytest.raises(StoppedError, match="saved"):
-        patch.setattr(ahead_module.Ahead, "_bring_back", lambda ahead: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(ahead_module.Ahead, "_bring_back", lambda ahead: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StoppedError, match="saved"):
         go("stopped", resume_from=whole / "checkpoints/step-2", **sections)
+    monkeypatch.undo()
     resumed = go("stopped", resume=True, **sections)
     assert [row["step"] for row in rows(resumed)] == [3, 4, 5]
     one, other = (load_file(f / "checkpoints/step-5/optimizer.safetensors") for f in (whole, resumed))

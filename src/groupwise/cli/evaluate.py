@@ -73,7 +73,7 @@ def evaluate(
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
     from groupwise.distributed import is_first_process
-    from groupwise.errors import ConfigError
+    from groupwise.errors import ConfigError, DataError
     from groupwise.evaluation.models import data_overrides
 
     if resume and out is None:
@@ -91,16 +91,22 @@ def evaluate(
 
     if not is_first_process():
         return
-    comparisons = compare_models(judged)
     if out is not None:
         count = write_records(out, judged)
         if source is not None:  # weights were asked: what they gave is in the file now
             partial_path(out).unlink(missing_ok=True)
         console(stderr=True).print(harmless(f"{count:,} completions with their verdicts in {out}"), soft_wrap=True)
+    unpaired: DataError | None = None
+    try:
+        comparisons = compare_models(judged)
+    except DataError as error:  # what was judged is written and shown all the same
+        comparisons, unpaired = [], error
     if as_json:
         print_json(_as_json(judged, comparisons, data or source))
     else:
         _print(judged, comparisons, console())
+    if unpaired is not None:
+        raise unpaired
 
 
 def _models_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:

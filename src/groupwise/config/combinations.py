@@ -124,7 +124,7 @@ def _data(config: Config) -> Iterator[str]:
     if data.source != "arithmetic" and data.eval_source != "arithmetic":
         for name in chosen(data.arithmetic, *type(data.arithmetic).model_fields):
             yield _without_effect(f"data.arithmetic.{name}", getattr(data.arithmetic, name), f"data.source is {data.source}")
-    if data.eval_source is not None or data.eval_split is not None:
+    if not data.holds_out:
         for name in chosen(data, "holdout"):
             named = "data.eval_source" if data.eval_source is not None else "data.eval_split"
             yield _without_effect(f"data.{name}", data.holdout, f"held-out problems come from {named}")

@@ -166,6 +166,16 @@ class DataConfig(Section):
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     """Settings of the built-in generator."""
 
+    @property
+    def generates_held_out(self) -> bool:
+        """Whether the generator makes the held-out problems, ``holdout`` of them."""
+        return (self.eval_source or self.source) == "arithmetic"
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether ``holdout`` says how many problems are held out."""
+        return self.generates_held_out or (self.eval_source is None and self.eval_split is None)
+
 
 class PromptConfig(Section):
     """How a question becomes the text that the policy continues."""

@@ -190,7 +190,7 @@ def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: 
             unfinished.chmod(0o755)  # mkdtemp makes it private
             for name, part in parts.items():
                 text = "".join(json.dumps(_row(p), ensure_ascii=False, default=str) + "\n" for p in part)
-                (unfinished / f"{name}.jsonl").write_text(text, encoding="utf-8")
+                (unfinished / f"{name}.jsonl").write_text(text, encoding="utf-8", errors="backslashreplace")  # half a character
             (unfinished / "metadata.json").write_text(json.dumps(metadata, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             if target.exists():
                 shutil.rmtree(target)

@@ -87,7 +87,7 @@ CHANGING_WORDS = frozenset(
     )
 )
 """Words after a number that change its value or its meaning, or say that it is not meant: see ``changes_the_value``."""
-COUNTED_ALL_THE_SAME = frozenset({"ads", "bins", "kilos"})
+COUNTED_ALL_THE_SAME = frozenset({"ads", "bills", "bins", "evenings", "kilos", "mornings", "nights", "shorts"})
 """Plurals of things, whose singular is spelt like one of those words."""
 CHANGING_FORMS = re.compile(
     # Sizes, with their fractions, also misspelt: octillion, milions, millionths, hundreths, dozen, googolplex.
@@ -135,6 +135,8 @@ PLURALS = _table(
 )
 INVARIABLE = frozenset({"fish", "sheep", "deer", "cattle", "police", "total", "altogether", "left", "remaining"})
 """Plurals that are written as the singular is, and words that leave a number what it is."""
+BEHIND_A_MEASURE = frozenset({"old", "tall", "long", "wide", "deep", "high", "total", "altogether", "left", "remaining"})
+"""Words that leave a measure what it is: 12 years old, 20 dollars left."""
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 
 
@@ -188,7 +190,7 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
     if currency and (rest := currency["rest"]) and "$" not in rest:
         body, unit, words, _ = split_unit(rest)
         name = _CURRENCIES[currency["currency"]]
-        unit = name if unit in (None, name) else f"{name} {unit}" if unit.startswith("per ") else ""
+        unit = name if unit in (None, name) or unit in INVARIABLE else f"{name} {unit}" if unit.startswith("per ") else ""
         both_signs = currency["sign"] and body[:1] in "+-"
         return currency["sign"] + body, "" if both_signs else unit, max(words, 1), False
     if text[-1:] in _CURRENCIES and len(text) > 1 and "$" not in text[:-1]:
@@ -210,7 +212,10 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
 
 def _split_words(text: str, match: re.Match[str]) -> tuple[str, str | None, int, bool]:
     """``split_unit`` where bare words follow: several only where each is known, one that is not known only behind a number."""
-    body, words = match["body"], WORD.findall(match["words"])
+    body, named = match["body"], match["words"]
+    words = WORD.findall(named)
+    if words[-1].lower() in BEHIND_A_MEASURE and len(words) > 1 and all(word.lower() in MEASURES for word in words[:-1]):
+        named = named[: -len(words.pop())].rstrip()
     known = all(word.lower() in MEASURES for word in words)
     word = words[0]
     if not match["space"] or (len(words) == 1 and len(word) == 1):
@@ -230,7 +235,7 @@ def _split_words(text: str, match: re.Match[str]) -> tuple[str, str | None, int,
         and bool(re.search("[aeiouyAEIOUY]", word))
     )
     if known or (noun and _number(body) is not None):
-        return body, _unit_of(match["words"], match["power"]), len(words), not _counted(words, body)
+        return body, _unit_of(named, match["power"]), len(words), not _counted(words, body)
     return text, None, 0, False
 
 

@@ -191,7 +191,7 @@ def _read(data: DataConfig, source: str, split: str, dropped: Counter[str]) -> l
 
 def _named_held_out(data: DataConfig, dropped: Counter[str]) -> list[Problem] | None:
     """Held-out problems from a source or split that config names, or from a prepared folder's own; ``None`` to split them off."""
-    if data.eval_source == "arithmetic" or (data.source == "arithmetic" and data.eval_source is None):
+    if data.generates_held_out:
         return generate(data.arithmetic, data.holdout, data.split_seed, "held_out")
     if data.eval_source is not None:
         return _read(data, data.eval_source, data.eval_split or default_eval_split(data.eval_source), dropped)

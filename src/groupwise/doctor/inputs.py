@@ -70,7 +70,7 @@ def rate_too_high(config: Config) -> Evidence | None:
 
 def cannot_see_hacking(config: Config) -> Evidence | None:
     data, evaluation = config.data, config.evaluation
-    none_held_out = data.holdout == 0 and data.eval_source is None and data.eval_split is None
+    none_held_out = data.holdout == 0 and data.holds_out
     if none_held_out:
         return Evidence("no problems are held out: whether a rising reward means anything cannot be told")
     if evaluation.every == 0 and config.training.steps > 300:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from groupwise.engines.base import Engine, Progress, SampleRequest
 from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes, turn_name
 from groupwise.engines.wrappers import RowLimit
-from groupwise.episodes.environments import Environments, Partner, Reply, Steps, ToolUse, takes_steps
+from groupwise.episodes.environments import Environments, Partner, Reply, Steps, ToolUse, let_go, takes_steps
 from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.episodes.tools import Tool, Toolbox
@@ -122,8 +122,9 @@ class Episodes:
         The turns are really answered."""
         before, ids, sampled = list(prompt.token_ids), list[int](), list[bool]()
         played: list[Played] = [(before, ids, sampled)]
-        with self.open() as partner_of:
+        with self.open() as partner_of, ExitStack() as ends:
             partner, _ = partner_of(prompt)
+            ends.callback(let_go, getattr(partner, "environment", None), self.timeout_s)
             conversation = self.conversation(prompt, partner)
             for number, text in enumerate(turns):
                 own = [*self.template.tokenizer(text, add_special_tokens=False)["input_ids"], end_token]

@@ -191,9 +191,10 @@ class Environments:
     def opening(self, problem: Problem) -> tuple[str | None, Sequence[Tool]]:
         """What ``problem`` begins with, and the tools there: from an instance that plays nothing."""
         probe = self.make(problem)
-        found = self.start(probe, problem), list(self.tools_of(probe).values())
-        self.done_with(probe)
-        return found
+        try:
+            return self.start(probe, problem), list(self.tools_of(probe).values())
+        finally:
+            self.done_with(probe)
 
     def done_with(self, environment: Any) -> None:
         """It plays no more."""

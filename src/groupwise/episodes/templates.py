@@ -38,7 +38,9 @@ class TurnTemplate:
             )
         self.tokenizer, self._arguments = tokenizer, dict(arguments or {})
         self._ends = [tokenizer.decode([token]) for token in end_token_ids]
-        self._special = sorted(set(tokenizer.all_special_tokens) | set(self._ends), key=len, reverse=True)
+        # Not all have a role: those of a header may be marked in the table of added tokens alone.
+        marked = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
+        self._special = sorted({*tokenizer.all_special_tokens, *marked, *self._ends}, key=len, reverse=True)
         self.role = "tool" if self._knows_tools() else "user"
         """The role of a tool's result. A template that does not know tools is given it as the user's words."""
         self._tail([{"role": self.role, "content": ""}])

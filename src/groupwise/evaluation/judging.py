@@ -419,5 +419,8 @@ def training_effect(headline: Mapping[str, Evaluation]) -> dict[str, Any] | None
     if before is None or after is None:
         return None
     verdict = headline_verdict(before.records, after.records)
-    paired = paired_comparison(before.records, after.records, key=verdict)
+    try:
+        paired = paired_comparison(before.records, after.records, key=verdict)
+    except DataError:  # a run that goes on may judge other problems than it began with
+        return None
     return {"before": before.stage, "after": after.stage, "verdict": verdict, **paired}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.schema import Config
+from groupwise.data.latex import renew_budget
 from groupwise.data.named import canonical_name, is_prepared
 from groupwise.data.readers import names_function
 from groupwise.distributed import World
@@ -119,6 +120,7 @@ def rescore(path: Path) -> list[Judged]:
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in read_records(path):
+        renew_budget()  # what some answers cost must not leave the others unchecked
         groups.setdefault((record["model"], record["mode"]), []).append(judge_again(record))
     judged: dict[str, list[Evaluation]] = {}
     for (model, mode), records in groups.items():

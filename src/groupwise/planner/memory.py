@@ -240,7 +240,7 @@ def passes(setup: Setup, tokens: int, completion: int) -> list[Item]:
 def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:
     """What an evaluation takes beside the run's state; with at most ``rows`` sequences at once, by default as many as the run samples."""
     settings, rollout, data = setup.config.evaluation, setup.config.rollout, setup.config.data
-    there_are = data.holdout if data.eval_source is None and data.eval_split is None else _MANY
+    there_are = data.holdout if data.holds_out else _MANY
     limit = rollout.max_concurrent_sequences if rows is None else rows
     judged = setup.changed(
         rollout__max_completion_tokens=settings.max_completion_tokens or rollout.max_completion_tokens,

@@ -110,7 +110,7 @@ class RewardSuite:
         no entry names are added with weight 1. An extra function goes before a built-in one of the same name.
         """
         extra = dict(extra or {})
-        named = {entry.called for entry in config.functions}
+        named = {entry.called for entry in config.functions if entry.model is None}
         entries = [*config.functions, *(RewardFunctionConfig(function=name) for name in extra if name not in named)]
         loaded = [load_reward(entry, extra, max_completion_tokens, open_model) for entry in entries]
         return cls(

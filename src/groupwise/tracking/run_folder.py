@@ -147,6 +147,7 @@ class RunFolder:
             ConfigError: the folder exists and holds something, or cannot be written.
         """
         wanted = path or (Path(config.output.folder) if config.output.folder else None)
+        folder = None
         try:
             folder = cls(make_named(wanted.expanduser()) if wanted else make_default(recipe_name))
             folder.lock()
@@ -154,6 +155,8 @@ class RunFolder:
             folder.evaluations.mkdir(exist_ok=True)
             folder.write_start(config, recipe_name, command)
         except OSError as error:
+            if folder is not None:
+                folder.release()  # for another try in this process
             raise ConfigError(
                 f"the run's folder {str(wanted or Path('runs'))!r} cannot be written ({error.strerror or error}): a run needs a "
                 "writable folder with free space; name another with --run-folder PATH (the setting is output.folder)"

@@ -36,6 +36,7 @@ __all__ = [
 _HARMLESS = (
     "output.",
     "evaluation.",
+    "rewards.on_error",
     "training.sharding",
     "training.threads",
     "training.process_timeout_s",

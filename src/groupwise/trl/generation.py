@@ -32,7 +32,8 @@ class UnfitDataError(DataError, ValueError):
 
 
 class Stream:
-    """The rows of an ``IterableDataset`` by their place in it, read as they are asked for, in order; from its start again after its end.
+    """The rows of an ``IterableDataset`` by their place in it, read as they are asked for; from its start again after its end, and where a
+    place is asked for that was read before.
 
     ``rows``: how many will be needed. It is shuffled as TRL shuffles it, by its own buffer.
     """
@@ -55,10 +56,11 @@ class Stream:
         return self.rows
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if index < self._read - 1:  # training begins again
+            self._iterator, self._read = self._endless(), 0
         while self._read <= index:
             self._last = next(self._iterator)
             self._read += 1
-        assert index == self._read - 1, "a stream is read in order"
         return self._last
 
 

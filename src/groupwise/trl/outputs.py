@@ -106,7 +106,7 @@ class CompletionLog:
         if not self.on:
             return
         count = len(generation.sampled)
-        self.columns = {"prompt": generation.prompts, "completion": list(map(_plain, generation.completions))}
+        self.columns = {"prompt": list(map(_plain, generation.prompts)), "completion": list(map(_plain, generation.completions))}
         self.columns |= dict(zip(names, generation.scores, strict=True))
         self.columns |= {name: list(values) for name, values in extra.items() if len(values) == count}
         self.columns["advantage"] = generation.advantages
@@ -132,16 +132,16 @@ class CompletionLog:
         Console().print(table)
 
 
-def _plain(completion: Any) -> Any:
-    """Calls of tools as JSON: a table's column cannot hold arguments of several types."""
-    if isinstance(completion, str):
-        return completion
-    return [m | {"tool_calls": json.dumps(m["tool_calls"], default=repr)} if "tool_calls" in m else m for m in completion]
+def _plain(text: Any) -> Any:
+    """A text or a chat, its calls of tools as JSON: a table's column cannot hold arguments of several types."""
+    if isinstance(text, str):
+        return text
+    return [m | {"tool_calls": json.dumps(m["tool_calls"], default=repr)} if m.get("tool_calls") else m for m in text]
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return "\n".join(f"{m['role']}: {' '.join(filter(None, (m['content'], m.get('tool_calls'))))}" for m in value)
+    if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
+        return "\n".join(f"{m['role']}: {' '.join(str(m[k]) for k in ('content', 'tool_calls') if m.get(k))}" for m in value)
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.base import SamplingSettings
-from groupwise.engines.vllm import protocol
+from groupwise.engines.vllm import protocol, pushing
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.engine import check_vllm
 from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Broken, Refused, StaleWeights
@@ -87,6 +87,23 @@ def test_a_server_that_stays_away_ends_the_run_with_a_sentence(serve, engine_ove
         engine.sample(make_prompts([4]), 2, SAMPLED, seed=1, scope="s")
     with pytest.raises(TrainingError, match="the weights cannot be pushed"):
         engine.refresh(1)
+
+
+def test_a_server_s_absence_begins_when_it_fails(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(pushing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pushing.time, "sleep", lambda seconds: None)
+    retries = pushing.RetryLimit(300)
+    now[0] = 1000.0  # long completions
+    retries.wait(OSError("gone"), "away")
+    now[0] = 1299.0
+    retries.wait(OSError("gone"), "away")
+    retries.renew()
+    now[0] = 1400.0
+    retries.wait(OSError("gone"), "away")
+    now[0] = 1700.0
+    with pytest.raises(TrainingError, match="for 300 s"):
+        retries.wait(OSError("gone"), "away")
 
 
 def test_an_older_version_than_was_asked_for_is_refused(serve, engine_over, tiny_llama):

@@ -591,7 +591,9 @@ class Runner:
     own, and the driver may refuse), there are no more graphs: every step is launched, which is slower and gives the same tokens.
     """
 
-    def __init__(self, decoder: Decoder, weights: DecodeWeights, cache: Cache, draw: Draw, tell: Callable[[str], object]) -> None:
+    def __init__(
+        self, decoder: Decoder, weights: DecodeWeights, cache: Cache, draw: Draw, tell: Callable[[str], object] = logger.warning
+    ) -> None:
         """``tell``: hears of a graph that could not be captured."""
         self.decoder, self.weights, self.cache, self.draw, self.tell = decoder, weights, cache, draw, tell
         self._launches = False

@@ -289,16 +289,19 @@ class RetryLimit:
     """How long a server may be away before a run gives up."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.since = seconds, time.monotonic()
-        self.lost = False
+        self.seconds, self.lost = seconds, False
+        self._since: float | None = None
+        """The first failure after which nothing has come."""
 
     def renew(self) -> None:
-        self.since = time.monotonic()
+        """Something has come."""
+        self._since = None
 
     def wait(self, error: Exception, what: str) -> None:
         """Wait for a moment; raises TrainingError when the server has been away for long enough."""
-        self.lost = True
-        if time.monotonic() - self.since >= self.seconds:
+        self.lost, now = True, time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since >= self.seconds:
             raise TrainingError(
                 f"{what}: {error}, for {self.seconds:.0f} s (rollout.vllm.patience_s); start the server again and continue with --resume"
             ) from error

@@ -36,7 +36,7 @@ class Server:
         self._handler: Any = type("Handler", (_Handler,), own)
         self._http = BoundedServer((host, port), self._handler, _MOST_CONNECTIONS)
         self.port = self._http.server_address[1]
-        self.url = f"http://{host}:{self.port}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
         self._thread.start()
 

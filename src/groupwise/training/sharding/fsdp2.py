@@ -22,7 +22,7 @@ from groupwise.config.combinations import refuse_undividable
 from groupwise.config.schema import Config, OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.failures import exchanging
-from groupwise.errors import ConfigError, RankError
+from groupwise.errors import ConfigError, RankError, TrainingError
 from groupwise.metrics import Mean
 from groupwise.models.decoder import Decoder
 from groupwise.models.families import why_uncovered
@@ -163,7 +163,7 @@ class FSDP2(Divided):
                         raise RankError(
                             f"the weights {name} that FSDP2 gathers are not the rows that a checkpoint gets: this version of torch "
                             f"({torch.__version__}) rounds them otherwise; use training.sharding=none",
-                            self.world.rank,
+                            TrainingError.exit_code,
                         )
 
     def _modules(self) -> list[Any]:
