@@ -57,6 +57,14 @@ def test_metrics_are_one_line_a_step_readable_at_once(tmp_path):
     assert 0 <= rows[0]["time_s"] <= rows[1]["time_s"]
 
 
+def test_the_clock_of_a_resumed_run_goes_on(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.elapsed_s() == 0
+    folder.metrics.write_text('{"step": 1, "time_s": 50.0}\n{"step": 2, "time_s": 70.5}\n')
+    JsonlTracker(folder).step(3, {})
+    assert json.loads(folder.metrics.read_text().splitlines()[-1])["time_s"] >= 70.5
+
+
 def test_completions_are_written_whole_with_their_scores(tmp_path):
     folder = RunFolder(tmp_path)
     tracker = JsonlTracker(folder, log_completions=2)

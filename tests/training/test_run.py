@@ -426,3 +426,21 @@ def test_a_problem_that_comes_up_twice_in_a_step_gets_other_completions(go, tmp_
     record = read_run(folder)
     assert len(record.completions) == 12
     assert [len(rows) for rows in groups_of(record)] == [4, 4, 4]
+
+
+def test_a_resumed_run_took_the_time_of_both_its_parts(small_config, letters, quiet, tmp_path):
+    config, folder = small_config(training={"steps": 3}, output={"checkpoint_every": 1}), tmp_path / "run"
+
+    def fail(report):
+        if report.step == 2:
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        train(config, rewards=letters, console=quiet, run_folder=folder, on_step=fail)
+    metrics = folder / "metrics.jsonl"
+    rows = [json.loads(line) | {"time_s": 5000.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(config, rewards=letters, console=quiet, run_folder=folder, resume=True)
+    assert json.loads((folder / "summary.json").read_text())["seconds"] > 5000
+    times = [json.loads(line)["time_s"] for line in metrics.read_text().splitlines()]
+    assert times == sorted(times)

@@ -28,7 +28,7 @@ def taken(run: RunRecord, most: int = MOST_POINTS) -> dict[str, list[float] | No
     """What the run had taken by the end of each of ``steps``, which begin with 0: ``time`` in seconds, and ``tokens``, the completion
     tokens of the batches (mean length times completions of a step). Of long runs every so many steps; None where it was not logged.
 
-    A resumed run counts its seconds from 0 again; they are added to those before.
+    In versions before 0.2 a resumed run counted its seconds from 0 again; they are added to those before.
     """
     rows = [row for row in run.steps if row["step"] is not None]
     batch = run.config.completions_per_step if run.config else 0

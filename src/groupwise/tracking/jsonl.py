@@ -37,7 +37,7 @@ class JsonlTracker:
         self.log_completions = log_completions
         self.log_tokens = log_tokens
         self.style = style
-        self.started_s = time.monotonic()
+        self.started_s = time.monotonic() - folder.elapsed_s()
         self.files: dict[Path, LineFile] = {}
         self.evaluations: list[EvaluationResult] = []
         """Evaluations that the disk has not taken yet."""

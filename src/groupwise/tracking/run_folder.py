@@ -163,6 +163,14 @@ class RunFolder:
             ) from error
         return folder
 
+    def elapsed_s(self) -> float:
+        """Seconds that the run had taken by the last step that is written; 0 for a new one."""
+        lines = self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []
+        try:
+            return float(json.loads(lines[-1])["time_s"]) if lines else 0.0
+        except (ValueError, KeyError, TypeError):
+            return 0.0
+
     def write_start(self, config: Config, recipe_name: str, command: Sequence[str] | None) -> None:
         resolved = hide_secrets(config.model_dump(mode="json"))
         write_text(self.config, yaml_text(resolved))

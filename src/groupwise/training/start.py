@@ -188,6 +188,7 @@ def start(
     opened: list[RunFolder] = []
     beginning = world.on_rank0(lambda: resolver.resolve(opened))
     folder = opened[0] if opened else RunFolder(beginning.path)
+    elapsed_s = folder.elapsed_s()
     trackers = Trackers()
     try:
         if world.is_first:
@@ -204,7 +205,7 @@ def start(
         folder.release()
         raise
     return Run(
-        config, world, recipe, prepared, folder, trackers, *parts, started, beginning.checkpoint, trained=beginning.trained,
+        config, world, recipe, prepared, folder, trackers, *parts, started - elapsed_s, beginning.checkpoint, trained=beginning.trained,
         evaluations=beginning.evaluations, done=beginning.done, signals=StopSignals(at_once=world.size == 1),
     )  # fmt: skip
 
