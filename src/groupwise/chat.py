@@ -19,7 +19,7 @@ from groupwise.engines import make_engine
 from groupwise.engines.base import COLDEST, Engine, SamplingSettings
 from groupwise.episodes import Episodes, open_episodes, playing, render_episode
 from groupwise.episodes.environments import Environments
-from groupwise.errors import ConfigError, TrainingError
+from groupwise.errors import ConfigError
 from groupwise.importing import looks_like_file
 from groupwise.models.adapters import load_trained
 from groupwise.models.folder import adapter_in
@@ -203,16 +203,14 @@ def load_to_ask(config: Config) -> Policy:
 
 
 def _without_what_needs_a_row(config: Config) -> Config:
-    """The settings without an environment that cannot begin for a question by itself, such as a game that is told its answer."""
+    """The settings without an environment that a question alone does not begin: one that a column names, or a game that is told more."""
     named = config.rollout.environment
     if named is None or config.rollout.command is not None:
         return config
-    try:
-        Environments.load(named, config.rollout.tool_timeout_s).opening(Problem("chat:0", "", ""))
-    except TrainingError as unfit:
-        logger.warning("the model answers without its environment, which a question alone does not begin: %s", unfit)
-        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": None})})
-    return config
+    if isinstance(named, str) and not Environments.load(named, config.rollout.tool_timeout_s).needs_a_row():
+        return config
+    logger.warning("the model answers without its environment, which needs more than a question to begin")
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": None})})
 
 
 def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bool, seed: int) -> Speaker:

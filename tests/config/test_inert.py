@@ -16,7 +16,7 @@ INERT = {
         "data.source is arithmetic, whose generator has no such thing: leave it out, or name another source",
     ),
     "data.split": ("test", "data.source is arithmetic"),
-    "data.eval_split": ("test", "data.source is arithmetic"),
+    "data.eval_split": ("test", "the generator makes the held-out problems"),
     "data.folder": ("/data", "data.source is arithmetic, whose generator has no such thing"),
     "rewards.processes": (4, "no reward function has isolate: leave it out, or set isolate in an entry of rewards.functions"),
     "algorithm.stale_samples": ("uncorrected", "rollout.ahead is 0, so every batch is sampled by the newest weights"),

@@ -331,18 +331,23 @@ def test_an_environment_is_closed_when_its_episode_is_over(tokenizer):
         assert not open_now, "a worked example's is closed too"
 
 
-def test_a_talk_with_a_model_that_learnt_a_game_is_with_the_model_itself(tmp_path, caplog):
-    """A question alone begins no game that is told its answer."""
+@pytest.mark.parametrize("named", ["groupwise.episodes.games:HigherOrLower", {"game": "groupwise.episodes.games:HigherOrLower"}])
+def test_a_talk_with_a_model_that_learnt_a_game_is_with_the_model_itself(named, tmp_path, caplog):
+    """A question alone begins no game that is told its answer, and none that a column names."""
     folder = write_tiny_llama(tmp_path / "model", tie_word_embeddings=False, max_position_embeddings=512)
-    game = {"environment": "groupwise.episodes.games:HigherOrLower"}
-    config = tiny_config(folder, write_sums(tmp_path / "sums.jsonl"), rollout=game)
+    config = tiny_config(folder, write_sums(tmp_path / "sums.jsonl"), rollout={"environment": named})
     speaker = make_speaker(config, 5, 1.0, False, 0)
-    assert answer_of(speaker, "Hello?") is not None
+    assert speaker.episodes is None
+    assert answer_of(speaker, "Hello?") == speaker.messages[-1]["content"]
     assert "the model answers without its environment" in caplog.text
-    assert config.rollout.environment is not None
 
 
-def test_an_environment_that_cannot_begin_is_closed():
+def test_what_begins_with_a_question_needs_no_row():
+    assert not Environments({None: Guess}, LONG_S).needs_a_row(), "its reset takes a seed and whatever a row has"
+    assert not Environments({None: Counter}, LONG_S).needs_a_row(), "its start has a default"
+
+
+def test_an_environment_that_cannot_begin_is_closed(tokenizer):
     closed = []
 
     class Down:
@@ -354,4 +359,6 @@ def test_an_environment_that_cannot_begin_is_closed():
 
     with pytest.raises(TrainingError, match="no server"):
         Environments({None: Down}, LONG_S).opening(Problem("p", "?", ""))
-    assert len(closed) == 1
+    with pytest.raises(TrainingError, match="no server"):
+        played(tokenizer, lambda n, sample, turn: "1", Down)
+    assert len(closed) == 2

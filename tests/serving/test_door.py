@@ -105,8 +105,11 @@ def test_who_announces_and_never_sends_is_hung_up_on(serving, monkeypatch):
         assert idle.recv(1000) == b""
 
 
-@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_an_address_of_ipv6_is_served(serving):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no ::1")
     where = serving("x", host="::1")
     assert where.url.startswith("http://[::1]:")
     assert call(where, path="/v1/models", method="GET")[0] == 200

@@ -129,7 +129,7 @@ def _data(config: Config) -> Iterator[str]:
             named = "data.eval_source" if data.eval_source is not None else "data.eval_split"
             yield _without_effect(f"data.{name}", data.holdout, f"held-out problems come from {named}")
     elif data.holdout == 0:
-        yield "data.holdout is 0 and no evaluation source is named: this run is not evaluated."
+        yield "data.holdout is 0, so no problems are held out: this run is not evaluated."
     elif config.evaluation.problems is not None and config.evaluation.problems > data.holdout:
         yield (
             f"evaluation.problems={config.evaluation.problems} is more than data.holdout={data.holdout}: "

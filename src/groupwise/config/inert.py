@@ -49,8 +49,10 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """A section, settings of it that do nothing in this run, why, and what would make them act."""
     data, algorithm, output = config.data, config.algorithm, config.output
     if data.source == "arithmetic" and data.eval_source in (None, "arithmetic"):
-        columns = ("folder", "subset", "split", "eval_split", "prompt_column", "answer_column", "answer_format")
+        columns = ("folder", "subset", "split", "prompt_column", "answer_column", "answer_format")
         yield "data", columns, "data.source is arithmetic, whose generator has no such thing", "name another source"
+    if data.generates_held_out:
+        yield "data", ("eval_split",), "the generator makes the held-out problems", "name another source of them"
     if not any(entry.isolate for entry in config.rewards.functions):
         yield "rewards", ("processes",), "no reward function has isolate", "set isolate in an entry of rewards.functions"
     if config.rollout.engine != "vllm":

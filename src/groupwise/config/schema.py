@@ -152,7 +152,7 @@ class DataConfig(Section):
     eval_source: str | None = None
     """Source of held-out problems; null takes `source`."""
     eval_split: str | None = None
-    """Split of the held-out source. With neither this nor `eval_source`, `holdout` acts."""
+    """Split of the held-out source. `holdout` acts with neither this nor `eval_source`, or with the generator."""
     holdout: int = Field(default=200, ge=0)
     """Rows of `source` kept out of training for evaluation."""
     split_seed: int = 0
@@ -173,7 +173,7 @@ class DataConfig(Section):
 
     @property
     def holds_out(self) -> bool:
-        """Whether ``holdout`` says how many problems are held out."""
+        """Whether ``holdout`` says how many problems are held out, unless ``source`` is a prepared folder, which has its own."""
         return self.generates_held_out or (self.eval_source is None and self.eval_split is None)
 
 

@@ -47,18 +47,31 @@ def equal(answer: str, reference: str) -> bool:
 
 
 def really_equal(gold: list[Any], target: list[Any]) -> bool:
-    """Whether two texts that math-verify calls equal are. It takes all numbers below 1e-16 for zero, and any two equations without a real
+    """Whether two texts that math-verify calls equal are. It takes differences below 1e-16 for none, and any two equations without a real
     solution for one."""
-    from sympy import Eq, Expr, N, simplify, solve
+    from sympy import Basic
 
-    one, other = (next((part for part in parsed if isinstance(part, (Expr, Eq))), None) for parsed in (gold, target))
+    one, other = (next((part for part in parsed if isinstance(part, Basic)), None) for parsed in (gold, target))
+    return one is None or other is None or _same(one, other)
+
+
+def _same(one: Any, other: Any) -> bool:
+    from sympy import Eq, Expr, FiniteSet, Interval, N, Tuple, simplify, solve
+
+    if isinstance(one, (Interval, Tuple)) and type(one) is type(other):
+        return all(map(_same, one.args, other.args))
+    if isinstance(one, FiniteSet) and isinstance(other, FiniteSet):
+        return all(any(_same(a, b) for b in other) for a in one)
     if isinstance(one, Eq) and isinstance(other, Eq):
         factor = simplify((one.lhs - one.rhs) / (other.lhs - other.rhs))
-        return not factor.free_symbols or bool(solve(one))
+        try:
+            return not factor.free_symbols or bool(solve(one))
+        except NotImplementedError:
+            return True
     if isinstance(one, Expr) and isinstance(other, Expr) and one.is_number and other.is_number:
         first, second = N(one, 30), N(other, 30)
-        if first.is_finite and second.is_finite:
-            return bool(abs(first - second) <= 1e-9 * max(abs(first), abs(second))) or simplify(one - other) == 0
+        if first.is_finite and second.is_finite:  # 1e-9: math-verify allows 12 digits behind the point
+            return bool(abs(first - second) <= 1e-9 * max(abs(first), abs(second)) or simplify(one - other) == 0)
     return True
 
 

@@ -133,9 +133,11 @@ PLURALS = _table(
     knife knives | shelf shelves | wolf wolves | bus buses | gas gases | fish fishes | die dice
     """
 )
-INVARIABLE = frozenset({"fish", "sheep", "deer", "cattle", "police", "total", "altogether", "left", "remaining"})
-"""Plurals that are written as the singular is, and words that leave a number what it is."""
-BEHIND_A_MEASURE = frozenset({"old", "tall", "long", "wide", "deep", "high", "total", "altogether", "left", "remaining"})
+ALL_TOLD = frozenset({"total", "altogether", "left", "remaining"})
+"""Words that leave any number what it is."""
+INVARIABLE = frozenset({"fish", "sheep", "deer", "cattle", "police"}) | ALL_TOLD
+"""Plurals that are written as the singular is, and those words."""
+BEHIND_A_MEASURE = frozenset({"old", "tall", "long", "wide", "deep", "high"}) | ALL_TOLD
 """Words that leave a measure what it is: 12 years old, 20 dollars left."""
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 
@@ -190,7 +192,7 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
     if currency and (rest := currency["rest"]) and "$" not in rest:
         body, unit, words, _ = split_unit(rest)
         name = _CURRENCIES[currency["currency"]]
-        unit = name if unit in (None, name) or unit in INVARIABLE else f"{name} {unit}" if unit.startswith("per ") else ""
+        unit = name if unit in (None, name) or unit in ALL_TOLD else f"{name} {unit}" if unit.startswith("per ") else ""
         both_signs = currency["sign"] and body[:1] in "+-"
         return currency["sign"] + body, "" if both_signs else unit, max(words, 1), False
     if text[-1:] in _CURRENCIES and len(text) > 1 and "$" not in text[:-1]:
@@ -213,9 +215,9 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
 def _split_words(text: str, match: re.Match[str]) -> tuple[str, str | None, int, bool]:
     """``split_unit`` where bare words follow: several only where each is known, one that is not known only behind a number."""
     body, named = match["body"], match["words"]
-    words = WORD.findall(named)
-    if words[-1].lower() in BEHIND_A_MEASURE and len(words) > 1 and all(word.lower() in MEASURES for word in words[:-1]):
-        named = named[: -len(words.pop())].rstrip()
+    *before, last = words = WORD.findall(named)
+    if before and last.lower() in BEHIND_A_MEASURE and all(word.lower() in MEASURES for word in before):
+        named, words = named.removesuffix(last).rstrip(), before
     known = all(word.lower() in MEASURES for word in words)
     word = words[0]
     if not match["space"] or (len(words) == 1 and len(word) == 1):

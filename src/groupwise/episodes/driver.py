@@ -100,7 +100,11 @@ class Episodes:
         if self.environments is None:
             return ToolUse(Toolbox(self.tools, self.timeout_s), self.format), None
         made = self.environments.make(problem)
-        said = self.environments.start(made, problem)
+        try:
+            said = self.environments.start(made, problem)
+        except TrainingError:
+            let_go(made, self.timeout_s)
+            raise
         if takes_steps(made):
             return Steps(made, self.timeout_s), said
         return ToolUse(Toolbox({**self.tools, **self.environments.tools_of(made)}, self.timeout_s), self.format, made), said

@@ -188,6 +188,14 @@ class Environments:
         chosen = [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward", "close")]
         return {name: describe(getattr(environment, name), f"{type(environment).__name__}.{name}") for name in chosen}
 
+    def needs_a_row(self) -> bool:
+        """Whether ``reset`` must be told more of a problem than its question."""
+        probe = self.make(Problem("", "", ""))
+        parameters = inspect.signature(probe.reset).parameters.values()
+        self.done_with(probe)
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return any(p.default is p.empty and p.kind in named and p.name not in ("prompt", "seed") for p in parameters)
+
     def opening(self, problem: Problem) -> tuple[str | None, Sequence[Tool]]:
         """What ``problem`` begins with, and the tools there: from an instance that plays nothing."""
         probe = self.make(problem)

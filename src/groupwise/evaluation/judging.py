@@ -421,6 +421,7 @@ def training_effect(headline: Mapping[str, Evaluation]) -> dict[str, Any] | None
     verdict = headline_verdict(before.records, after.records)
     try:
         paired = paired_comparison(before.records, after.records, key=verdict)
-    except DataError:  # a run that goes on may judge other problems than it began with
+    except DataError as error:  # a run that goes on may judge other problems than it began with
+        logger.warning("%s and %s cannot be compared: %s", before.stage, after.stage, error)
         return None
     return {"before": before.stage, "after": after.stage, "verdict": verdict, **paired}

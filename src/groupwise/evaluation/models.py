@@ -119,8 +119,11 @@ def rescore(path: Path) -> list[Judged]:
         DataError: the file holds something else.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    problem = None
     for record in read_records(path):
-        renew_budget()  # what some answers cost must not leave the others unchecked
+        if record["problem"] != problem:
+            renew_budget()  # as in judging: what some answers cost must not leave the other problems' unchecked
+            problem = record["problem"]
         groups.setdefault((record["model"], record["mode"]), []).append(judge_again(record))
     judged: dict[str, list[Evaluation]] = {}
     for (model, mode), records in groups.items():

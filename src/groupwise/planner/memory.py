@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from groupwise.data.named import is_prepared
 from groupwise.limits import (
     ATTENTION_SCORES,
     CACHE_ROOM,
@@ -160,7 +161,7 @@ def phases(setup: Setup) -> list[Phase]:
     next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the
     output head's is given beside it where it is another one."""
     passing = {"sampling": sampling(setup)}
-    if setup.config.data.holdout or setup.config.data.eval_split or setup.config.data.eval_source:
+    if setup.config.data.holdout or not setup.config.data.holds_out:
         passing["evaluation"] = evaluation(setup)
     if setup.parked and setup.has_reference:
         passing["reference"] = _reference_pass(setup)
@@ -240,7 +241,7 @@ def passes(setup: Setup, tokens: int, completion: int) -> list[Item]:
 def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:
     """What an evaluation takes beside the run's state; with at most ``rows`` sequences at once, by default as many as the run samples."""
     settings, rollout, data = setup.config.evaluation, setup.config.rollout, setup.config.data
-    there_are = data.holdout if data.holds_out else _MANY
+    there_are = data.holdout if data.holds_out and not is_prepared(data.source) else _MANY
     limit = rollout.max_concurrent_sequences if rows is None else rows
     judged = setup.changed(
         rollout__max_completion_tokens=settings.max_completion_tokens or rollout.max_completion_tokens,

@@ -260,7 +260,7 @@ class Ahead:
                     slot.engine.refresh(int(row["version"]))
                     loaded.add(weights_of)
                 self._batches[step] = self._order(step, weights_of, int(row["version"]))
-        self._restored = None  # only now: a signal may have come between
+        self._restored = None  # last, so that a signal in between still saves them
 
     def _sampled_before(self, row: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Batch:
         step = int(row["step"])

@@ -73,7 +73,7 @@ def _serve(args: argparse.Namespace) -> None:
     model = _checked_model(args.model)
     server = _listen(args.host, args.port)
     try:
-        _say(f"vLLM loads {model}; until it has, http://{args.host}:{server.port} tells who asks to wait")
+        _say(f"vLLM loads {model}; until it has, {server.url} tells who asks to wait")
         backend = _start_vllm(args, model)
         from groupwise.engines.vllm.service import Service
 
