@@ -138,7 +138,7 @@ def settings_to_ask(
     check_text(system or "", "the system prompt")
     config, run_config = settings_for_model(model, overrides)
     if run_config is not None and config.rollout.command is not None:  # the agent asks, not who talks to the model
-        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": None})})
+        config = _without_environment(config)
     if plays:
         refuse_named_code(config, run_config, data=False)
     if system is not None:
@@ -146,6 +146,10 @@ def settings_to_ask(
     elif run_config is None:
         config.prompt.system = "none"
     return config, max_tokens or (LONGEST_ANSWER if run_config is None else config.rollout.max_completion_tokens)
+
+
+def _without_environment(config: Config) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": None})})
 
 
 @dataclass
@@ -210,7 +214,7 @@ def _without_what_needs_a_row(config: Config) -> Config:
     if isinstance(named, str) and not Environments.load(named, config.rollout.tool_timeout_s).needs_a_row():
         return config
     logger.warning("the model answers without its environment, which needs more than a question to begin")
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"environment": None})})
+    return _without_environment(config)
 
 
 def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bool, seed: int) -> Speaker:

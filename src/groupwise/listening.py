@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from groupwise.errors import ConfigError
 
-__all__ = ["BoundedServer", "Handler", "TooMuch", "checked_secret", "is_loopback", "listening_error"]
+__all__ = ["BoundedServer", "Handler", "TooMuch", "checked_secret", "http_address", "is_loopback", "listening_error"]
 
 PIECE_BYTES = 2**20
 SILENCE_S = 60.0
@@ -28,6 +28,15 @@ _SHORTEST_SECRET = 16
 
 class TooMuch(Exception):
     """A message is longer than is read; the argument is its length in bytes, or what was announced for it."""
+
+
+def http_address(host: str, port: int) -> str:
+    """Where something listens, as a URL.
+
+    >>> http_address("127.0.0.1", 80), http_address("::1", 80)
+    ('http://127.0.0.1:80', 'http://[::1]:80')
+    """
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class BoundedServer(ThreadingHTTPServer):

@@ -396,6 +396,13 @@ def test_a_prepared_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.parent.iterdir()) == ["prepared"]
 
 
+def test_half_a_character_in_a_column_is_kept_by_a_prepared_folder(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{**row, "source": "an emoji cut in two: \ud83d"} for row in ROWS])
+    original = load_problems(config(tmp_path / "a.jsonl"))
+    save_prepared(original, str(tmp_path / "p"))
+    assert load_problems(config(tmp_path / "p")).train == original.train
+
+
 def test_a_write_that_fails_leaves_the_older_set_whole(tmp_path: Path) -> None:
     class Unprintable:
         def __str__(self) -> str:

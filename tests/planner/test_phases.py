@@ -71,6 +71,12 @@ def test_an_evaluation_has_no_more_problems_than_are_held_out(problems):
     assert evaluation(elsewhere) != of_20, "holdout does nothing where held-out problems are a split of their own"
 
 
+def test_a_prepared_folder_s_held_out_problems_are_its_own(tmp_path):
+    (tmp_path / "metadata.json").write_text('{"format": "groupwise-problems"}')
+    found = evaluation(setup(f"data.source={tmp_path}", "data.holdout=20", "evaluation.problems=50"))
+    assert found == evaluation(setup("data.holdout=50", "evaluation.problems=50"))
+
+
 def test_a_prompt_is_computed_whole_however_long_it_is():
     """Others are computed 4,096 tokens at a time."""
 

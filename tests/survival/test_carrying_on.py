@@ -252,7 +252,9 @@ def test_a_change_of_the_result_is_refused_and_any_other_is_not(small_config, le
     with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.001 -> 0\.002.*--accept-changes"):
         go(other, letters, quiet, folder, resume=True)
     before_its_end(go(other, letters, quiet, folder, resume=True, accept_changes=True).folder)
-    go(small_config(**EVERY, evaluation={"problems": 2}), letters, quiet, folder, resume=True)
+    before_its_end(go(small_config(**EVERY, evaluation={"problems": 2}), letters, quiet, folder, resume=True).folder)
+    skips = small_config(**EVERY, rewards={"on_error": "skip"})  # what a run that a reward has ended is advised to do
+    go(skips, letters, quiet, folder, resume=True)
 
 
 def test_a_setting_that_came_since_had_its_default(small_config):

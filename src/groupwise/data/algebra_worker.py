@@ -70,7 +70,7 @@ def _same(one: Any, other: Any) -> bool:
             return True
     if isinstance(one, Expr) and isinstance(other, Expr) and one.is_number and other.is_number:
         first, second = N(one, 30), N(other, 30)
-        if first.is_finite and second.is_finite:  # 1e-9: math-verify allows 12 digits behind the point
+        if first.is_finite and second.is_finite:  # looser than math-verify's 12 digits: it decides near zero alone
             return bool(abs(first - second) <= 1e-9 * max(abs(first), abs(second)) or simplify(one - other) == 0)
     return True
 

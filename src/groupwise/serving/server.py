@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from groupwise.config.schema import Config
 from groupwise.errors import TrainingError
-from groupwise.listening import BoundedServer, Handler, TooMuch, checked_secret, is_loopback, listening_error
+from groupwise.listening import BoundedServer, Handler, TooMuch, checked_secret, http_address, is_loopback, listening_error
 from groupwise.serving.asking import Refused
 from groupwise.serving.service import Exchange, open_service
 
@@ -70,7 +70,7 @@ class Server:
         self.service = service
         self._http = BoundedServer((host, port), type("Handler", (handler or ChatHandler,), own), connections)
         self.port = self._http.server_address[1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+        self.url = f"{http_address(host, self.port)}/v1"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
         self._thread.start()
 

@@ -136,7 +136,7 @@ def _plain(text: Any) -> Any:
     """A text or a chat, its calls of tools as JSON: a table's column cannot hold arguments of several types."""
     if isinstance(text, str):
         return text
-    return [m | {"tool_calls": json.dumps(m["tool_calls"], default=repr)} if m.get("tool_calls") else m for m in text]
+    return [m | {"tool_calls": json.dumps(m["tool_calls"], default=repr)} if m.get("tool_calls") is not None else m for m in text]
 
 
 def _shown(value: object) -> str:

@@ -363,7 +363,7 @@ class _Batch:
         """Where every row stands, with room in the cache for ``count`` tokens more."""
         running = [len(row.tokens) for row in self.rows if not row.done]
         keeping = self.max_rows if self.kept else len(self.rows)
-        # One more than the burst fills: a row whose turn ends with its last token may be carried on, and writes there.
+        # One more than the burst fills: a row whose turn ends with its last token may stay in the batch, and writes there.
         if self.cache.reserve(min(max(running) + count, self.cache.limit), keeping):
             self.step = None
         if self.step is None or self.changed:

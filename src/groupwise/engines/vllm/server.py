@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from groupwise.engines.vllm.protocol import BeginAgain, Broken, Job, Refused, StaleWeights, find_secret, settings_from
 from groupwise.engines.vllm.service import MOST_BYTES, Service
 from groupwise.engines.vllm.transfer import Adapter
-from groupwise.listening import BoundedServer, Handler, TooMuch
+from groupwise.listening import BoundedServer, Handler, TooMuch, http_address
 
 __all__ = ["Server"]
 
@@ -36,7 +36,7 @@ class Server:
         self._handler: Any = type("Handler", (_Handler,), own)
         self._http = BoundedServer((host, port), self._handler, _MOST_CONNECTIONS)
         self.port = self._http.server_address[1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self.url = http_address(host, self.port)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
         self._thread.start()
 
