@@ -152,7 +152,8 @@ def test_each_problem_s_records_have_their_own_budget(tmp_path, monkeypatch):
     """What comparisons of earlier problems cost leaves no later one unchecked."""
     found = judged({**SAID, "a": [xml(r"\sqrt{144}")] * 4})
     write_records(path := tmp_path / "records.jsonl", [("model", [found])])
-    monkeypatch.setattr(algebra._CHECKER, "left_s", 0.0)
+    monkeypatch.setattr(algebra, "_CHECKER", checker := algebra._Checker())  # which has no answer yet
+    checker.left_s = 0.0
     (_, (again,)), *_ = rescore(path)
     assert {record["strict"] for record in again.records if record["problem"] == "a"} == {True}
 
