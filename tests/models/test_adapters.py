@@ -359,3 +359,39 @@ def _mask(scorer: Any, ids: torch.Tensor, seed: int = 7) -> torch.Tensor:
     scorer.seed_noise(seed)
     scorer.noise.tokens(ids)
     return scorer._dropouts[0](torch.ones(*ids.shape, 64)) > 0
+
+
+@pytest.mark.parametrize("family", ["tiny_qwen2", "tiny_gemma3"])
+def test_a_base_in_bf16_numbers_is_stored_in_16_bits_and_computes_the_same_in_fp32(family, request, tmp_path: Path):
+    model = request.getfixturevalue(family)().to(torch.bfloat16).float()
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 2.0**-20  # a number that bf16 does not hold
+    found = []
+    for store in (False, True):
+        policy, config = adapted(copy.deepcopy(model), target_modules=["q_proj", "down_proj"]), settings()
+        scorer = make_scorer(policy, config.model)
+        if store:
+            scorer.store_in_16_bits()
+        learner, sampler = Learner(scorer, config), make_engine(policy, config.rollout, scorer)
+        completions = sample(sampler)
+        for _ in range(2):
+            learner.learn([group_of(completions)])
+            sampler.refresh(learner.updates)
+        again = sample(sampler, "y")
+        assert mismatch(policy, again) < 1e-4, "peft's own module computes it too"
+        save_model(policy, tmp_path / str(store))
+        with torch.no_grad():
+            reference = make_reference(scorer).logprobs(scorer.prepare([(PROMPT.token_ids, [(7, 8, 9)])]))
+        found.append((completions, again, reference.tolist(), (tmp_path / str(store) / "model.safetensors").read_bytes()))
+    assert found[0] == found[1]
+    layers = base_module(policy.model).model.layers
+    assert {n for n, p in layers.named_parameters() if p.dtype == torch.float32 and "proj" in n and "lora" not in n} == {
+        n for n, _ in layers.named_parameters() if n == "0.mlp.up_proj.weight" or (".bias" in n and "proj" in n)
+    }
+    assert make_scorer(policy, config.model).module is base_module(policy.model), "it is covered as before"
+
+
+def test_an_engine_of_its_own_stores_an_adapted_base_in_16_bits_too(tiny_llama):
+    policy = adapted(tiny_llama().to(torch.bfloat16).float())
+    before = sample(make_engine(policy, config := settings().rollout))
+    assert {p.dtype for n, p in policy.model.named_parameters() if "proj.base_layer" in n} == {torch.bfloat16}
+    assert sample(make_engine(policy, config)) == before

@@ -25,7 +25,7 @@ def test_known_models_have_the_weights_that_transformers_counts(name):
         "hidden_size": shape.width, "intermediate_size": shape.feed_forward, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocabulary,
         "tie_word_embeddings": shape.tied, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
-        "max_position_embeddings": shape.context,
+        "max_position_embeddings": shape.context, "dtype": shape.file_dtype,
     }  # fmt: skip
     config = LlamaConfig(**made) if shape.architecture == "llama" else Qwen2Config(**made)
     with torch.device("meta"):
@@ -45,6 +45,14 @@ def test_the_published_sizes_of_qwen():
     published = {"0.5B": 0.49e9, "1.5B": 1.54e9, "3B": 3.09e9, "7B": 7.62e9, "14B": 14.8e9, "32B": 32.8e9, "72B": 72.7e9}
     for size, count in published.items():
         assert KNOWN_SHAPES[f"Qwen/Qwen2.5-{size}-Instruct"].parameters == pytest.approx(count, rel=0.01)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_numbers_of_the_files_are_those_that_the_config_names(key, tiny_qwen2):
+    values = {k: v for k, v in tiny_qwen2().config.to_dict().items() if k not in ("dtype", "torch_dtype")}
+    assert shape_of_config(values, "m").file_dtype == "float32"
+    assert shape_of_config({**values, key: "bfloat16"}, "m").file_dtype == "bfloat16"
+    assert shape_of_config({"model_type": "gemma3", key: "bfloat16", "text_config": values}, "m").file_dtype == "bfloat16"
 
 
 def test_a_folder_s_config_is_enough(tmp_path, tiny_qwen3):

@@ -4,11 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_checkpoint import completions_of, final_weights, metrics_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.engines.builtin import fast_paths
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.builtin.fast_paths import Choice, FastPath
 from groupwise.errors import ConfigError
+from groupwise.planner import Setup, find_shape
 from groupwise.training import start as beginning
 from groupwise.training.loop import train
 from groupwise.training.optimizer import MasterAdamW
@@ -50,6 +52,24 @@ def test_the_seed_reaches_the_adapter(small_config, letters, quiet, tmp_path):
     one, again, other = drawn("one", 1), drawn("again", 1), drawn("other", 2)
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "exact"), [("auto", True), ("auto", False), ("transformers", True)], ids=["exact", "not in bf16", "by the module"]
+)
+def test_a_base_whose_file_holds_bf16_takes_16_bits_a_weight_in_fp32(engine, exact, small_config, letters, quiet, tmp_path):
+    config = small_config(model={"lora": {"rank": 4, "alpha": 8}}, rollout={"engine": engine})
+    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.bfloat16 if exact else torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(config.model.name).save_pretrained(tmp_path / "model")
+    config.model.name = str(tmp_path / "model")
+    run = beginning.start(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    weights = {n: p for n, p in run.policy.model.named_parameters() if n.endswith("proj.base_layer.weight")}
+    narrow = exact and engine == "auto"
+    assert {p.dtype for p in weights.values()} == {torch.bfloat16 if narrow else torch.float32}
+    setup = Setup(config, find_shape(config.model), "cpu")
+    assert setup.base_in_16_bits == narrow
+    assert setup.weights == sum(p.nbytes for n, p in run.policy.model.named_parameters() if "lora" not in n)
 
 
 def test_what_samples_goes_by_the_fast_paths_of_the_first_process(small_config, letters, quiet, tmp_path, monkeypatch):

@@ -85,4 +85,6 @@ def make_engine(
             if choice.notice:
                 logger.warning(choice.notice)
         scorer = MergedDecoder(policy.model) if frozen else Decoder(policy.model, trainable=False)
+        if isinstance(scorer, MergedDecoder) and scorer.device.type == "cpu":
+            scorer.store_in_16_bits()
     return BuiltinEngine(scorer, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)

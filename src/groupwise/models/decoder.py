@@ -30,7 +30,7 @@ from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.merging import MergedLayer, is_adapted_layer
 from groupwise.models.ops import rms_norm
 from groupwise.models.packing import Packed, PackedTokens, beginning_to_share, pack
-from groupwise.models.quantised import is_quantised
+from groupwise.models.quantised import is_quantised, store_in_16_bits
 from groupwise.threads import adapt_threads
 
 __all__ = ["Decoder", "MergedDecoder", "layer_sources", "why_not_lean", "why_unsupported"]
@@ -328,6 +328,13 @@ class MergedDecoder(Decoder, KeepsAdapter):
         self.final_norm = base.model.norm.weight
         for _, parameter in self.named_parameters():
             parameter.data = parameter.data.to(self.device)
+
+    def store_in_16_bits(self) -> None:
+        """Hold the projections of a base in fp32 in bf16, where that changes no number of them; they are widened when they are merged."""
+        for layer in self.layers:
+            for projection in layer.projections.values():
+                for module in projection.layers:
+                    store_in_16_bits(getattr(module, "base_layer", module))
 
     def to_modules(self) -> Blocks:
         """See ``Decoder.to_modules``: of the frozen base. The adapter stays where it is."""

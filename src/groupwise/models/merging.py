@@ -135,6 +135,11 @@ def merged_weight(
 def added_up(weight: Tensor, factors: Sequence[tuple[Tensor, Tensor, float]], out: Tensor | None = None) -> Tensor:
     """``weight`` ``[rows, columns]`` plus ``scaling * b @ a`` of each ``(a, b, scaling)``, dithered to its dtype; into ``out`` if given."""
     placed = torch.empty_like(weight) if out is None else out
+    if placed.dtype == torch.float32:
+        placed.copy_(weight)
+        for a, b, scaling in factors:
+            placed.addmm_(b.float(), a.float(), alpha=scaling)
+        return placed
     by_kernel = len(factors) == 1 and weight.dtype in _DROPPED_BITS and native.fits(weight, weight.shape[1])
     if by_kernel and weight.is_contiguous() and placed.is_contiguous():
         a, b, scaling = factors[0]

@@ -1,8 +1,11 @@
-"""Frozen weights stored in 4 or 8 bits by the library bitsandbytes, which is imported only when one is asked for.
+"""Frozen weights stored in fewer bits than they are computed in: in 4 or 8 by the library bitsandbytes, which is imported only when one
+is asked for, or in 16 where nothing is lost by it.
 
 4 bit is QLoRA's NF4 with double quantisation (arXiv 2305.14314): blocks of 64 weights share a scale, and scales are quantised too, so
 a weight takes 0.516 bytes. 8 bit is the row-wise format of LLM.int8() (arXiv 2208.07339): a byte a weight and a scale for each row.
 Embedding, output head, norms and biases stay as they are.
+
+16 bit is for models that compute in fp32, as on CPUs without instructions for bf16: most files hold bf16, which fp32 numbers then are.
 
 Only the storage is bitsandbytes': products are computed here on the dequantised weight. Its own kernels would make the result depend on
 what else is in the batch (8 bit: activations are quantised too) or on whether gradients are wanted (4 bit), and then the distribution
@@ -27,7 +30,14 @@ from groupwise.models.quiet import quieten_bitsandbytes
 if TYPE_CHECKING:
     from groupwise.config.schema import ModelConfig
 
-__all__ = ["dense_weight", "is_quantised", "multiply_dequantised", "quantisation_settings", "quantised_layers"]
+__all__ = [
+    "dense_weight",
+    "is_quantised",
+    "multiply_dequantised",
+    "quantisation_settings",
+    "quantised_layers",
+    "store_in_16_bits",
+]
 
 _LAYERS = ("Linear4bit", "Linear8bitLt")
 _PLAIN: dict[type, type] = {}
@@ -61,7 +71,9 @@ def quantisation_settings(config: ModelConfig) -> Any:
 
 
 def is_quantised(layer: Any) -> bool:
-    """Whether ``layer`` is a linear layer of bitsandbytes."""
+    """Whether ``layer`` is a linear layer whose weight is stored in fewer bits than it computes in."""
+    if isinstance(layer, _In16Bits):
+        return True
     return any(base.__name__ in _LAYERS and base.__module__.startswith("bitsandbytes") for base in type(layer).__mro__)
 
 
@@ -77,6 +89,8 @@ def dense_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """
     if not is_quantised(layer):
         return layer.weight  # type: ignore[no-any-return]
+    if isinstance(layer, _In16Bits):
+        return layer.weight.to(dtype or torch.float32)
     if layer.weight.dtype == torch.int8:
         codes, scales = layer.weight.data, layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
         return (codes * (scales / 127.0)[:, None]).to(dtype or torch.bfloat16)
@@ -123,3 +137,22 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad @ dense_weight(ctx.layer, grad.dtype), None
+
+
+class _In16Bits(nn.Linear):
+    """A frozen fp32 layer whose weight is held in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x, self)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def store_in_16_bits(layer: Any) -> bool:
+    """Hold the weight of a frozen linear layer in fp32 in bf16 from now on, if that changes no number of it. Returns whether."""
+    if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
+        return False
+    narrow = layer.weight.bfloat16()
+    if not torch.equal(narrow.float(), layer.weight):
+        return False
+    layer.weight, layer.__class__ = nn.Parameter(narrow, requires_grad=False), _In16Bits
+    return True

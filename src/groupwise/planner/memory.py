@@ -200,6 +200,9 @@ def _loading(setup: Setup) -> list[Item]:
     fused = s * max(shape.head, shape.layer_matrices)
     items = [item for item in state(setup) if item.name in _LOADED]
     items.append(Item("one layer or the embedding fused", fused, "s x the larger of V D and a layer's matrices"))
+    if setup.base_in_16_bits:
+        wider = (s - 2) * shape.layers * shape.layer_matrices
+        items.append(Item("matrices in fp32", wider, "(s - 2) L matrices, until they are stored in 16 bits"))
     if setup.device == "cpu" and divided(setup, "weights"):
         items.append(Item("whole weights", s * shape.parameters, "s P, where they are read"))
     return items

@@ -210,20 +210,28 @@ class Setup:
         return self.shape.adapter(lora.rank, lora.target_modules)
 
     @property
+    def base_in_16_bits(self) -> bool:
+        """Whether the matrices of a base that computes in fp32 are stored as the bf16 that its files hold."""
+        return (
+            self.adapted and self.packed and self.by_builtin and self.device == "cpu" and self.sharding == "none"
+            and self.weight_bytes == 4 and self.quantised == "none" and self.shape.file_dtype == "bfloat16"
+        )  # fmt: skip
+
+    @property
     def quantised(self) -> str:
         """How the base's matrices are held: ``none``, ``8bit`` or ``4bit``."""
         return self.config.model.quantization
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights, the adapter's not counted. Of a quantised base the layers' matrices are of few bits and the rest is not."""
+        """Bytes of all weights, the adapter's not counted. Of a base in fewer bits those are the layers' matrices; the rest is not."""
         matrices = self.shape.layers * self.shape.layer_matrices
         rest = self.weight_bytes * (self.shape.parameters - matrices)
         if self.quantised == "4bit":
             return int(matrices * _FOUR_BIT) + rest
         if self.quantised == "8bit":
             return matrices + 4 * self.shape.layers * self.shape.matrix_rows + rest
-        return self.weight_bytes * matrices + rest
+        return (2 if self.base_in_16_bits else self.weight_bytes) * matrices + rest
 
     @property
     def sharding(self) -> str:

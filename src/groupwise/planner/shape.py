@@ -53,6 +53,8 @@ class ModelShape:
     """For each layer, how many positions back a token sees, itself included, and None where it sees all; empty where all layers do."""
     context: int = _UNNAMED_CONTEXT
     """Positions of the model, prompt and completion together."""
+    file_dtype: str = "bfloat16"
+    """Numbers of its files, as its config says."""
 
     @property
     def lean(self) -> bool:
@@ -239,6 +241,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             uncovered=why_uncovered({**text, "model_type": outer}),
             windows=() if family is None or not any(windows := family.windows(text)) else windows,
             context=context if isinstance(context, int) and 0 < context < 10**9 else _UNNAMED_CONTEXT,
+            file_dtype=next((str(v[key]) for v in (text, values) for key in ("dtype", "torch_dtype") if v.get(key)), "float32"),
         )
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise ModelError(

@@ -198,7 +198,9 @@ def critic_of(setup: Setup) -> Setup | None:
     if value is None or value.critic == "shared":
         return None
     name = value.critic
-    shape = setup.shape if name == "copy" else _shape_of(name) or setup.shape
+    shape = setup.shape
+    if name != "copy":  # a copy is stored as the policy's base is, any other as it computes
+        shape = replace(_shape_of(name) or shape, file_dtype="float32")
     return replace(setup, shape=shape, untrained=0 if shape.tied or setup.adapted else shape.head)
 
 
@@ -215,12 +217,14 @@ def _shared(setup: Setup, part: Part, name: str, total: int, formula: str) -> It
 
 
 _WEIGHTS = {"none": "s P", "4bit": "0.516 L matrices + s (the rest)", "8bit": "L (matrices + 4 rows) + s (the rest)"}
+_IN_16_BITS = "2 L matrices + s (the rest)"
 
 
 def _weights(setup: Setup) -> Item:
     if setup.sharding == "fsdp2" and _has_masters(setup):
         return Item("weights", 0, "the masters, dithered when they are gathered")
-    return _shared(setup, "weights", "weights", setup.weights, _WEIGHTS[setup.quantised])
+    formula = _IN_16_BITS if setup.base_in_16_bits else _WEIGHTS[setup.quantised]
+    return _shared(setup, "weights", "weights", setup.weights, formula)
 
 
 def _learning(setup: Setup) -> str:

@@ -22,6 +22,7 @@ from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
 from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_freed_memory, use_expandable_segments
 from groupwise.models.adapters import load_adapter
+from groupwise.models.decoder import MergedDecoder
 from groupwise.models.devices import with_dtype
 from groupwise.models.load import Policy, load_policy, resolve_device
 from groupwise.models.scorer import Scorer, make_scorer
@@ -221,6 +222,14 @@ def _load_parts(
     take(shape, dtype, device, world.on_rank0(lambda: _fast_paths(shape, dtype, device, folder, trackers)))
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     sharding = make_sharding(config, world, scorer)
+    divided = chosen_sharding(config.training.sharding, world.size) != "none"
+    if (
+        isinstance(scorer, MergedDecoder)
+        and device.type == "cpu"
+        and not divided
+        and config.rollout.engine in ("auto", "builtin")
+    ):
+        scorer.store_in_16_bits()
     engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)
     return policy, scorer, sharding, engine
 
