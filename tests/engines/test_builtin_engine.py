@@ -147,7 +147,8 @@ def test_graphs_outlive_rows_that_come_and_go(rows, make_engine, make_prompts, i
 def test_a_step_becomes_another_only_where_a_graph_could_not_tell(make_engine):
     decoder = make_engine().decoder
     cache = cache_module.Cache(
-        layers=1, kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=4, prompt_tokens=9, rows=16, completion_tokens=20,
+        layers=1, kv_heads=decoder.shape.kv_heads, head_width=decoder.shape.head_width,
+        groups=4, prompt_tokens=9, rows=16, completion_tokens=20,
         dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -175,7 +176,8 @@ def test_a_step_becomes_another_only_where_a_graph_could_not_tell(make_engine):
 def test_few_rows_are_padded_so_that_the_last_of_a_call_ask_for_no_graphs_of_their_own(make_engine):
     decoder = make_engine().decoder
     cache = cache_module.Cache(
-        layers=1, kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=4, prompt_tokens=9, rows=64, completion_tokens=20,
+        layers=1, kv_heads=decoder.shape.kv_heads, head_width=decoder.shape.head_width,
+        groups=4, prompt_tokens=9, rows=64, completion_tokens=20,
         dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
 

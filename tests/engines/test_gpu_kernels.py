@@ -17,9 +17,9 @@ from transformers import Gemma3TextConfig, Qwen2Config, Qwen3Config
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import decode, fast_paths
 from groupwise.engines.builtin.cache import Cache
+from groupwise.engines.builtin.chunked_prefill import MissingTokens, PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep
 from groupwise.engines.builtin.engine import BuiltinEngine
-from groupwise.engines.builtin.given import Behind, Given
 from groupwise.types import Problem, Prompt
 from tests.conftest import TINY
 
@@ -158,8 +158,8 @@ def test_a_decode_step_is_the_plain_one(family, by_kernels):
         with torch.no_grad():
             cache, _, weights = fast_paths._step(decoder, 20)
             step = fast_paths._planned(cache, [37, 21], [0, 0, 0, 3, 0, 0, 0, 0])
-            (given,) = Given.plan([Behind(3, 0, 37, 0, [9, 8, 7])], decoder.windows, CPU)
-            logits = [decode.decode(decoder, weights, cache, step, beside) for beside in (given, None)]
+            (chunk,) = PrefillChunk.plan([MissingTokens(3, 0, 37, 0, [9, 8, 7])], decoder.windows, CPU)
+            logits = [decode.decode(decoder, weights, cache, step, beside) for beside in (chunk, None)]
         found.append([*logits, *(table for pair in cache.own for table in pair)])
     for plain, fast in zip(*found, strict=True):
         assert (plain - fast).norm() < 1e-5 * plain.norm()

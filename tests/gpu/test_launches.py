@@ -33,7 +33,8 @@ def decode_step(fake_decoder, cuda, monkeypatch):
         decoder = fake_decoder(**config)
         decoder.reserve_positions(64)
         cache = Cache(
-            layers=len(decoder.layers), kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=2, prompt_tokens=9, rows=8,
+            layers=len(decoder.layers), kv_heads=decoder.shape.kv_heads, head_width=decoder.shape.head_width,
+            groups=2, prompt_tokens=9, rows=8,
             completion_tokens=20, dtype=decoder.dtype, device=cuda,
         )  # fmt: skip
         step = DecodeStep.plan(
@@ -147,7 +148,7 @@ def test_flash_attention_stays_on_the_device_in_both_directions(fake_decoder, cu
     assert not seen.waits
     assert seen.launches["_flash_attention_forward"] == 2 * len(decoder.layers)
     assert scored.logprobs_T.device == cuda
-    rows, heads, kv_heads, width = len(packed.token_ids_R), decoder.heads, decoder.kv_heads, decoder.head_width
+    rows, heads, kv_heads, width = len(packed.token_ids_R), decoder.shape.heads, decoder.shape.kv_heads, decoder.shape.head_width
     qkv = torch.empty(rows, heads + 2 * kv_heads, width, dtype=torch.bfloat16, device=cuda)
     ctx = SimpleNamespace(
         save_for_backward=lambda *kept: setattr(ctx, "saved_tensors", kept), mark_non_differentiable=lambda x: None

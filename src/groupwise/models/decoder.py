@@ -118,19 +118,15 @@ class Decoder:
         config, trunk = model.config, model.model
         self.module = model
         self.family = FAMILIES[config.model_type]
-        self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
-        self.head_width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         settings, family = config.to_dict(), self.family
-        self.norm: tuple[float, float] = (config.rms_norm_eps, family.norm_offset)
-        """Epsilon and offset of every norm."""
         self.shape = Shape(
-            self.heads,
-            self.kv_heads,
-            self.head_width,
-            *self.norm,
-            family.query_scale_of(settings),
-            family.activation_of(settings),
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            epsilon=config.rms_norm_eps,
+            norm_offset=family.norm_offset,
+            query_scale=family.query_scale_of(settings),
+            activation=family.activation_of(settings),
         )
         windows = family.windows(settings)
         self.windows: list[int | None] = sorted(set(windows), key=lambda window: window or 0)
@@ -241,7 +237,9 @@ class Decoder:
         for rotary, window in zip(self._rotary, self.windows, strict=True):
             kind = (SLIDING if window else FULL,) if self.family.rope_by_kind and hasattr(rotary, "layer_types") else ()
             with torch.no_grad():
-                cos, sin = (table[0, :, None, : self.head_width // 2].contiguous() for table in rotary(probe, positions, *kind))
+                cos, sin = (
+                    table[0, :, None, : self.shape.head_width // 2].contiguous() for table in rotary(probe, positions, *kind)
+                )
             self._ropes.append((cos, sin))
 
     def hidden(self, packed: Packed, keep_kv: Callable[[int, Tensor], None] | None = None) -> Tensor:
@@ -270,7 +268,7 @@ class Decoder:
         return self._states(packed) if self.inside is None else self.inside(self._states, packed)  # type: ignore[no-any-return]
 
     def _states(self, packed: Packed) -> Tensor:
-        return rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, *self.norm)
+        return rms_norm(self.hidden(packed).index_select(0, packed.predict_rows_T), self.final_norm, *self.shape.norm)
 
     def logprobs(self, packed: PackedTokens, temperature: float = 1.0) -> Tensor:
         """Log-probability of every completion token, ``[T]`` in fp32, differentiable."""

@@ -97,6 +97,11 @@ class Shape:
     """By default 1 / sqrt(head_width)."""
     activation: str = "silu"
 
+    @property
+    def norm(self) -> tuple[float, float]:
+        """Epsilon and offset of every norm."""
+        return self.epsilon, self.norm_offset
+
 
 def layer_forward(
     layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape, recompute: bool
@@ -116,7 +121,7 @@ def layer_forward(
 
 
 def _by_library(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Tensor]:
-    heads, kv_heads, norm = shape.heads, shape.kv_heads, (shape.epsilon, shape.norm_offset)
+    heads, kv_heads, norm = shape.heads, shape.kv_heads, shape.norm
     qkv = layer.product("qkv", rms_norm(x, layer.input_norm, *norm)).view(len(x), -1, shape.head_width)
     if layer.q_norm is not None and layer.k_norm is not None:
         qkv = head_norm(qkv, layer.q_norm, layer.k_norm, heads, kv_heads, *norm)
@@ -162,7 +167,7 @@ def _blocks(plan: AttentionPlan) -> BlockedPlan:
 
 def blocked_forward(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, shape: Shape) -> tuple[Tensor, Kept]:
     """The output ``[R, D]``, and what the backward pass starts from. Each weight is asked for once."""
-    rows, turned, norm = len(x), shape.heads + shape.kv_heads, (shape.epsilon, shape.norm_offset)
+    rows, turned, norm = len(x), shape.heads + shape.kv_heads, shape.norm
     normal, _ = normalise(x, layer.input_norm, *norm)
     qkv = raw = linear(normal, layer.qkv, layer.qkv_bias).view(rows, turned + shape.kv_heads, shape.head_width)
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -229,7 +234,7 @@ def blocked_backward(
     def through_norm(grad: Tensor, read: Tensor, name: str, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The gradient of a norm's input, whose weight's gradient goes to ``grads``, and the norm's output once more."""
         weight = getattr(layer, name)
-        normal, scale = normalise(read, weight, shape.epsilon, shape.norm_offset)
+        normal, scale = normalise(read, weight, *shape.norm)
         back, grads[name] = normalise_backward(grad, read, scale, weight, residual, shape.norm_offset)
         return back, normal
 
@@ -247,7 +252,7 @@ def blocked_backward(
     grad_qkv = _attention_backward(added @ layer.output, kept, plan, shape)
     if layer.q_norm is not None and layer.k_norm is not None:
         grad_qkv, grads["q_norm"], grads["k_norm"] = head_norm_backward(
-            grad_qkv, kept.qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, shape.epsilon, shape.norm_offset
+            grad_qkv, kept.qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, *shape.norm
         )
     grad_qkv = grad_qkv.flatten(1)
     grad_x, normal = through_norm(grad_qkv @ layer.qkv, x, "input_norm", grad_middle)

@@ -11,7 +11,7 @@ on rearranged ones, with the same numbers to the last bit (2 cores, AVX-512 bf16
 them takes about as long as two decode steps, so it is done again for each call of the sampler, which also is what makes it follow the
 policy.
 
-What a row is given between its turns is computed beside a step (``given.py``).
+What a row is given between its turns is computed beside a step (``chunked_prefill.py``).
 
 Axes: B rows, S groups, W rows per group (widest), K key-value heads, U query heads per key head, E head width, P prompt positions, C own
 positions there is room for, V vocabulary; T given tokens.
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from groupwise.engines.builtin.cache import Cache
-from groupwise.engines.builtin.given import Given
+from groupwise.engines.builtin.chunked_prefill import PrefillChunk
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import computes_bf16, product_gives_fp32
 from groupwise.models.layer import Layer
@@ -329,35 +329,35 @@ class DecodeStep:
         self.own_lengths.add_(1).clamp_(max=self.room - 1)
 
 
-def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None = None) -> Tensor:
-    """Feed every row's last token, write its key and value, and return next-token logits ``[B, V]``. ``given``: is computed beside it."""
+def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, chunk: PrefillChunk | None = None) -> Tensor:
+    """Feed every row's last token, write its key and value, and return next-token logits ``[B, V]``. ``chunk``: is computed beside it."""
     by = _by_operations if step.lanes and not decoding_kernels_fit(decoder.device) else _by_kernels
-    return by(decoder, weights, cache, step, given)
+    return by(decoder, weights, cache, step, chunk)
 
 
-def _entering(decoder: Decoder, step: DecodeStep, given: Given | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def _entering(decoder: Decoder, step: DecodeStep, chunk: PrefillChunk | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """``[B + T, D]``, and the rotary factors of each kind of layer."""
     tokens, positions = step.last_tokens, step.positions
-    if given is not None:
-        tokens, positions = torch.cat([tokens, given.token_ids]), torch.cat([positions, given.positions])
+    if chunk is not None:
+        tokens, positions = torch.cat([tokens, chunk.token_ids]), torch.cat([positions, chunk.positions])
     return decoder.embed(tokens), decoder.ropes(positions)
 
 
-def _by_kernels(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None) -> Tensor:
-    shape, norm = decoder.shape, decoder.norm
+def _by_kernels(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, chunk: PrefillChunk | None) -> Tensor:
+    shape, norm = decoder.shape, decoder.shape.norm
     heads, kv_heads = shape.heads, shape.kv_heads
     kernels, attend_to = (native, _attend_natively) if step.lanes is None else (_gpu_kernels(), _attend_on_gpu)
-    (x, ropes), added = _entering(decoder, step, given), None
+    (x, ropes), added = _entering(decoder, step, chunk), None
     rows, turned = len(step.last_tokens), heads + kv_heads
     for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
         qkv = product.qkv(kernels.add_norm(x, added, layer.input_norm, *norm)).view(len(x), turned + kv_heads, -1)
         cos, sin = ropes[kind]
         beside: list[Tensor] = []
-        if given is not None:  # first, since the step's rows may look at what is kept here
+        if chunk is not None:  # first, since the step's rows may look at what is kept here
             new = _normed(qkv[rows:], layer, decoder)
             rotated = torch.empty_like(new)
             rotate_heads(new, cos[rows:], sin[rows:], rotated, turned)
-            beside = [given.attend(rotated[:, :turned], rotated[:, turned:], cache, index, kind, shape.query_scale)]
+            beside = [chunk.attend(rotated[:, :turned], rotated[:, turned:], cache, index, kind, shape.query_scale)]
         attended = attend_to(qkv[:rows], cos[:rows], sin[:rows], cache, index, step, decoder, layer)
         added = product.output(torch.cat([attended.view(rows, -1), *beside]) if beside else attended.view(rows, -1))
         if layer.attention_norm is not None:
@@ -379,7 +379,7 @@ def _normed(qkv: Tensor, layer: Layer, decoder: Decoder) -> Tensor:
     """``qkv`` with its query and key heads normed, in families that do so."""
     if layer.q_norm is None or layer.k_norm is None:
         return qkv
-    return head_norm(qkv, layer.q_norm, layer.k_norm, decoder.shape.heads, decoder.shape.kv_heads, *decoder.norm)
+    return head_norm(qkv, layer.q_norm, layer.k_norm, decoder.shape.heads, decoder.shape.kv_heads, *decoder.shape.norm)
 
 
 def _attend_natively(
@@ -397,7 +397,9 @@ def _attend_on_gpu(
     lanes, kernels = step.lanes, _gpu_kernels()
     assert lanes is not None
     norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-    query = kernels.rotate_and_store(qkv, cos, sin, cache.own[index], step.own_lengths, decoder.shape.heads, norms, *decoder.norm)
+    query = kernels.rotate_and_store(
+        qkv, cos, sin, cache.own[index], step.own_lengths, decoder.shape.heads, norms, *decoder.shape.norm
+    )
     return kernels.attend(  # type: ignore[no-any-return]
         query, cache.own[index], cache.prompt[index], row_of_lane=lanes.row_of_lane,
         lane_of_row=lanes.row_index if lanes.lane_of_row is None else lanes.lane_of_row, group_of_row=step.group_of_row,
@@ -408,19 +410,22 @@ def _attend_on_gpu(
 
 def _scale(decoder: Decoder) -> float:
     """Of scores."""
-    return decoder.head_width**-0.5 if decoder.shape.query_scale is None else decoder.shape.query_scale
+    shape = decoder.shape
+    return shape.head_width**-0.5 if shape.query_scale is None else shape.query_scale
 
 
-def _by_operations(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, given: Given | None) -> Tensor:
-    shape, norm, lanes = decoder.shape, decoder.norm, step.lanes
+def _by_operations(
+    decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, chunk: PrefillChunk | None
+) -> Tensor:
+    shape, norm, lanes = decoder.shape, decoder.shape.norm, step.lanes
     heads, kv_heads = shape.heads, shape.kv_heads
     assert lanes is not None
     scale = _scale(decoder)
     lanes.mask.scatter_(1, (step.own_lengths + lanes.prompt_positions)[:, None], 0.0)
     masks = [lanes.mask_of(window, step.positions) for window in decoder.windows]
-    x, ropes = _entering(decoder, step, given)
+    x, ropes = _entering(decoder, step, chunk)
     rows, turned = len(step.last_tokens), heads + kv_heads
-    rotated = torch.empty(len(x), turned, decoder.head_width, dtype=x.dtype, device=x.device)
+    rotated = torch.empty(len(x), turned, shape.head_width, dtype=x.dtype, device=x.device)
     query = rotated[:rows, :heads]
     for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
         qkv = product.qkv(rms_norm(x, layer.input_norm, *norm)).view(len(x), turned + kv_heads, -1)
@@ -430,8 +435,8 @@ def _by_operations(decoder: Decoder, weights: DecodeWeights, cache: Cache, step:
         keys[lanes.row_index, :, step.own_lengths] = rotated[:rows, heads:]
         values[lanes.row_index, :, step.own_lengths] = qkv[:rows, turned:]
         beside: list[Tensor] = []
-        if given is not None:  # first, since the step's rows may look at what is kept here
-            beside = [given.attend(rotated[rows:], qkv[rows:, turned:], cache, index, kind, scale)]
+        if chunk is not None:  # first, since the step's rows may look at what is kept here
+            beside = [chunk.attend(rotated[rows:], qkv[rows:, turned:], cache, index, kind, scale)]
         attended = attend(query.mul(scale).view(rows, kv_heads, heads // kv_heads, -1), cache, index, lanes, masks[kind])
         added = product.output(torch.cat([attended.view(rows, -1), *beside]) if beside else attended.view(rows, -1))
         x = x + (added if layer.attention_norm is None else rms_norm(added, layer.attention_norm, *norm))

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.cache import Cache
+from groupwise.engines.builtin.chunked_prefill import MissingTokens, PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
 from groupwise.engines.builtin.draw import Draw, key_further, seed_key
-from groupwise.engines.builtin.given import Behind, Given
 from groupwise.engines.turns import Answer, Patience, Turns, turn_name
 from groupwise.engines.wrappers import RowLimit
 from groupwise.limits import PREFILL_TOKENS
@@ -133,7 +133,7 @@ class _Call:
         name, index = turn_name(prompt.problem.id, sample, turn)
         return seed_key(self.request.seed, self.request.scope, name, index, prompt.occurrence)
 
-    def hear(self, row: _Row) -> bool:
+    def take_answer(self, row: _Row) -> bool:
         """Take in the answer to a row; whether it goes on."""
         assert row.answer is not None
         given, row.answer = row.answer.result(), None
@@ -289,7 +289,7 @@ class BuiltinEngine(Engine):
 
 def takes_native(decoder: Decoder) -> bool:
     """Whether decode steps of this model go through the native kernels."""
-    layer, half_head = decoder.layers[0], decoder.head_width / 2
+    layer, half_head = decoder.layers[0], decoder.shape.head_width / 2
     return half_head % LANES == 0 and fits(decoder.embedding, decoder.embedding.shape[1], layer.down.shape[1])
 
 
@@ -328,7 +328,7 @@ class _Batch:
         self.draw = Draw(settings, self.decoder.vocabulary, self.decoder.device)
         # The cache and the rearranged weights live as long as this call: learning has their memory in between.
         self.cache = Cache(
-            layers=len(self.decoder.layers), kv_heads=self.decoder.kv_heads, head_width=self.decoder.head_width,
+            layers=len(self.decoder.layers), kv_heads=self.decoder.shape.kv_heads, head_width=self.decoder.shape.head_width,
             groups=self.max_groups, prompt_tokens=longest, rows=self.max_rows, completion_tokens=own - 1,
             dtype=self.decoder.dtype, device=self.decoder.device, native=takes_native(self.decoder),
         )  # fmt: skip
@@ -354,7 +354,7 @@ class _Batch:
             return bool(absent) or len(self.call.ended) > before
         count = min(self.burst, max(self.call.room(row) for row in self.rows if not row.done))
         step = self._planned(count)
-        for tokens, logprobs in zip(*self.runner.run(step, count, self._given()), strict=True):
+        for tokens, logprobs in zip(*self.runner.run(step, count, self._chunks()), strict=True):
             self._take(tokens[: len(self.rows)], logprobs[: len(self.rows)], self.rows)
         self._settle()
         return True
@@ -384,26 +384,26 @@ class _Batch:
             self.changed = False
         return self.step
 
-    def _given(self) -> list[Given]:
+    def _chunks(self) -> list[PrefillChunk]:
         """What rows were given since they last sampled, or lost while they were away; it is in the cache after the step."""
         behind = []
         for place, row in enumerate(self.rows):
             if row.behind:
                 lost = row.tokens[row.cached : len(row.tokens) - 1]
-                behind.append(Behind(place, row.owner.slot, len(row.owner.token_ids), row.cached, lost))
+                behind.append(MissingTokens(place, row.owner.slot, len(row.owner.token_ids), row.cached, lost))
                 row.behind = 0
-        return Given.plan(behind, self.decoder.windows, self.decoder.device)
+        return PrefillChunk.plan(behind, self.decoder.windows, self.decoder.device)
 
     def _admit(self) -> None:
         """Start waiting samples on free rows, after those that come back; compute the prompts of groups that start."""
         for row in [row for row in self.away if row.answer is None or row.answer.done()]:
-            if row.answer is not None and not self.call.hear(row):
+            if row.answer is not None and not self.call.take_answer(row):
                 self.away.remove(row)
-            elif self._seat(row.owner):
+            elif self._make_room(row.owner):
                 self.away.remove(row)
                 self._enter(row)
         starting: list[_Row] = []
-        while (group := self._next()) is not None and self._seat(group):
+        while (group := self._next()) is not None and self._make_room(group):
             index, sample = group.to_start.popleft()
             prompt = self.call.request.prompts[index]
             own, key = [*prompt.token_ids[self.call.cut(index) :]], self.call.key(prompt, sample, 0)
@@ -429,7 +429,7 @@ class _Batch:
             self.waiting.popleft()
         return next((g for g in self.groups if g.to_start), self.waiting[0] if self.waiting else None)
 
-    def _seat(self, group: _Pending) -> bool:
+    def _make_room(self, group: _Pending) -> bool:
         """Make room for one more row of ``group``, if there is any. Rows that are away give up theirs, the last to leave first."""
         while not (free := self._has_room(group)) and self.kept:
             row = self.kept.pop()
@@ -451,7 +451,7 @@ class _Batch:
         self.changed = True
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.weights.head(rms_norm(hidden, self.decoder.final_norm, *self.decoder.norm))
+        return self.weights.head(rms_norm(hidden, self.decoder.final_norm, *self.decoder.shape.norm))
 
     def _prefill(self, groups: list[_Pending]) -> None:
         """Compute prompts, a budget of tokens at a time, and keep their keys, values and last outputs."""
@@ -514,12 +514,12 @@ class _Batch:
             assert row.answer is not None
             if not row.answer.done():
                 self._leave(row, keep=True)
-            elif not self.call.hear(row):
+            elif not self.call.take_answer(row):
                 self._leave(row)
                 self._let_go(row.owner)
         for row in back:
             place = self._fetch(row)
-            if not self.call.hear(row):
+            if not self.call.take_answer(row):
                 self._let_go(row.owner)
                 continue
             if place != len(self.rows):
@@ -601,16 +601,16 @@ class Runner:
         self._graph: Any = None
         self._captured: DecodeStep | None = None
 
-    def run(self, step: DecodeStep, count: int, given: Sequence[Given] = ()) -> tuple[list[list[int]], list[list[float]]]:
+    def run(self, step: DecodeStep, count: int, chunks: Sequence[PrefillChunk] = ()) -> tuple[list[list[int]], list[list[float]]]:
         """``count`` tokens for every row, and their log-probabilities, by step: one wait for the device in all.
 
-        What rows are ``given`` is computed beside the first step. Where it takes several passes, all but the last only fill the cache: what
-        they compute of the step itself comes again.
+        ``chunks`` of what rows were given are computed beside the first step. Where they are several, all but the last only fill the cache:
+        what they compute of the step itself comes again.
         """
         tokens = torch.empty(count, len(step.last_tokens), dtype=torch.long, device=step.last_tokens.device)
         logprobs = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
         for index in range(count):
-            parts = () if index else given
+            parts = () if index else chunks
             known = index or self._captured is step  # a capture needs kernels that have run before, and a replay does not
             if known and not parts and tokens.device.type in GRAPHS and not self._launches:
                 self._replay(step)
@@ -619,10 +619,10 @@ class Runner:
             tokens[index], logprobs[index] = step.last_tokens, step.last_logprobs
         return tokens.tolist(), logprobs.tolist()
 
-    def _once(self, step: DecodeStep, *given: Given) -> None:
-        for part in given[:-1]:
+    def _once(self, step: DecodeStep, *chunks: PrefillChunk) -> None:
+        for part in chunks[:-1]:
             decode(self.decoder, self.weights, self.cache, step, part)
-        logits = decode(self.decoder, self.weights, self.cache, step, given[-1] if given else None)
+        logits = decode(self.decoder, self.weights, self.cache, step, chunks[-1] if chunks else None)
         step.advance(*self.draw(logits, step.keys, step.own_lengths + 1 - step.turn_starts))
 
     def _replay(self, step: DecodeStep) -> None:

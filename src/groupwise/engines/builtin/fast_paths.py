@@ -32,8 +32,8 @@ from groupwise.durable import write_bytes
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import decode as decoding
 from groupwise.engines.builtin import engine as builtin
-from groupwise.engines.builtin import given
 from groupwise.engines.builtin.cache import Cache
+from groupwise.engines.builtin.chunked_prefill import PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.memory import ran_out_on_device, reclaim_memory
@@ -124,7 +124,7 @@ def fast_paths() -> tuple[FastPath, ...]:
         FastPath("the library's attention", lambda d: d.device.type != "cpu", attention.allow_library, ("passes",)),
         FastPath(
             "norms in one kernel",
-            lambda d: ops.norms_by_library(d.device, d.norm[1]),
+            lambda d: ops.norms_by_library(d.device, d.shape.norm_offset),
             ops.allow_library_norms,
             ("passes", "a decode step"),
         ),
@@ -158,7 +158,7 @@ def fast_paths() -> tuple[FastPath, ...]:
 
 def _takes_flash(decoder: Decoder) -> bool:
     return attention.default_implementation(decoder.device) == "varlen" and varlen_attention.fits(
-        decoder.device, decoder.dtype, decoder.head_width
+        decoder.device, decoder.dtype, decoder.shape.head_width
     )
 
 
@@ -343,7 +343,8 @@ def _cache(decoder: Decoder, prompt_tokens: int, tokens: int) -> Cache:
     """For eight rows in two groups."""
     decoder.reserve_positions(prompt_tokens + tokens + 1)
     return Cache(
-        layers=len(decoder.layers), kv_heads=decoder.kv_heads, head_width=decoder.head_width, groups=2, prompt_tokens=prompt_tokens, rows=8,
+        layers=len(decoder.layers), kv_heads=decoder.shape.kv_heads, head_width=decoder.shape.head_width,
+        groups=2, prompt_tokens=prompt_tokens, rows=8,
         completion_tokens=tokens, dtype=decoder.dtype, device=decoder.device, native=builtin.takes_native(decoder),
     )  # fmt: skip
 
@@ -379,7 +380,7 @@ class _Logits(builtin.Runner):
 
     logits: Tensor
 
-    def _once(self, step: DecodeStep, *given: given.Given) -> None:
+    def _once(self, step: DecodeStep, *chunks: PrefillChunk) -> None:
         self.logits = decoding.decode(self.decoder, self.weights, self.cache, step)
 
 

@@ -18,14 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from groupwise.engines.builtin.cache import Cache
 from groupwise.limits import PREFILL_TOKENS, QUERY_BLOCK
 
-__all__ = ["Behind", "Given"]
+__all__ = ["MissingTokens", "PrefillChunk"]
 
 SCORE_BUDGET, KEY_BUDGET = 2**20, 2**14
 """Most elements of one block's mask, and most positions of which one block copies keys and values: few queries may look at long prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class MissingTokens:
     """Tokens of a row that its cache lacks, before the one that it feeds next."""
 
     row: int
@@ -35,7 +35,7 @@ class Behind:
     """Own position of the first of them."""
     token_ids: Sequence[int]
 
-    def pieces(self) -> list[Behind]:
+    def pieces(self) -> list[MissingTokens]:
         """The same, so many tokens at a time."""
         cuts = range(0, len(self.token_ids), QUERY_BLOCK)
         return [replace(self, first=self.first + at, token_ids=self.token_ids[at : at + QUERY_BLOCK]) for at in cuts]
@@ -58,7 +58,7 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class PrefillChunk:
     """Tokens that rows are given, to be computed beside a step."""
 
     token_ids: Tensor
@@ -73,9 +73,9 @@ class Given:
     """``[T]`` where each token's output lies among all blocks' queries."""
 
     @classmethod
-    def plan(cls, behind: Sequence[Behind], windows: Sequence[int | None], device: torch.device) -> list[Given]:
+    def plan(cls, behind: Sequence[MissingTokens], windows: Sequence[int | None], device: torch.device) -> list[PrefillChunk]:
         """Passes over at most ``PREFILL_TOKENS``, one after the other. ``windows``: of each kind of layer."""
-        passes: list[list[Behind]] = [[]]
+        passes: list[list[MissingTokens]] = [[]]
         tokens = 0
         for piece in (piece for row in behind for piece in row.pieces()):
             if passes[-1] and tokens + len(piece.token_ids) > PREFILL_TOKENS:
@@ -86,7 +86,7 @@ class Given:
         return [cls._of(part, windows, device) for part in passes if part]
 
     @classmethod
-    def _of(cls, pieces: list[Behind], windows: Sequence[int | None], device: torch.device) -> Given:
+    def _of(cls, pieces: list[MissingTokens], windows: Sequence[int | None], device: torch.device) -> PrefillChunk:
         pieces.sort(key=lambda piece: -len(piece.token_ids))  # alike lengths together: less padding
         lengths = torch.tensor([len(piece.token_ids) for piece in pieces])
         starts, places, blocks, before = lengths.cumsum(0) - lengths, [], [], 0
@@ -124,7 +124,7 @@ class Given:
         return torch.cat(pieces).index_select(0, self.places).flatten(1)
 
 
-def _blocks(pieces: Sequence[Behind]) -> list[tuple[int, int]]:
+def _blocks(pieces: Sequence[MissingTokens]) -> list[tuple[int, int]]:
     """First and end of each block of ``pieces``, the longest first."""
     out, first = [], 0
     while first < len(pieces):
@@ -139,12 +139,12 @@ def _blocks(pieces: Sequence[Behind]) -> list[tuple[int, int]]:
     return out
 
 
-def _widths(pieces: Sequence[Behind]) -> tuple[int, int]:
+def _widths(pieces: Sequence[MissingTokens]) -> tuple[int, int]:
     """Positions of prompts, and own ones, that some of ``pieces`` sees."""
     return max(piece.prompt_length for piece in pieces), max(piece.first + len(piece.token_ids) for piece in pieces)
 
 
-def _block(pieces: Sequence[Behind], starts: Tensor, windows: Sequence[int | None], device: torch.device) -> _Block:
+def _block(pieces: Sequence[MissingTokens], starts: Tensor, windows: Sequence[int | None], device: torch.device) -> _Block:
     prompt, own = _widths(pieces)
     lengths, firsts, prompts = (
         torch.tensor(column)[:, None]
