@@ -1,4 +1,4 @@
-"""Sizes by which sampling, passes and messages are cut, and by which a plan counts their memory. No torch."""
+"""Sizes by which sampling, passes and messages are cut, and by which a plan counts their memory; and the largest reward. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ __all__ = [
     "CACHE_ROOM",
     "GRADIENT_BUCKET",
     "KEPT_LOGITS",
+    "LARGEST_REWARD",
     "LOGIT_COLUMNS",
     "LOGIT_GRADIENT_ELEMENTS",
     "LOGIT_ROWS",
@@ -16,6 +17,9 @@ __all__ = [
     "ZERO_BUCKET",
     "logit_columns",
 ]
+
+LARGEST_REWARD = 1e12
+"""Rewards of another size are a mistake: squares of advantages and gradients made of them leave fp32."""
 
 PREFILL_TOKENS = 4096
 """Most prompt tokens that the built-in engine computes at a time, so that prefill needs no more memory than learning does."""

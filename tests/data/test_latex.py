@@ -158,6 +158,19 @@ def test_a_crash_is_counted_and_not_remembered(stuck: FakeWorker) -> None:
         assert len(stuck.asked) == 2 * times, "asked twice each time"
 
 
+def test_an_error_of_math_verify_is_remembered_and_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algebra, "_CHECKER", algebra._Checker())
+    assert latex_equivalent(r"\sqrt{36}+0", "6", timeout_s=LONG_S)
+    (worker,) = algebra._CHECKER._idle
+    monkeypatch.setattr(worker, "receive", lambda _: {"error": "TypeError"})
+    for times in (1, 2):
+        with pytest.raises(UncheckedAnswerError, match="it raised an error"):
+            latex_equivalent("x + 10", "10 - x", timeout_s=LONG_S)
+        assert latex_failures() == {"error": times}
+    monkeypatch.undo()
+    assert latex_failures().get("error", 0) == 0
+
+
 def test_no_worker_at_all_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(algebra, "_CHECKER", algebra._Checker())
     monkeypatch.setattr(algebra, "_Worker", lambda: (_ for _ in ()).throw(OSError("no process")))

@@ -237,10 +237,18 @@ def test_conversations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"text": "q", "answer": "5"}, {}, "no prompt column was found among 'text', 'answer': set data.prompt_column"),
-        ({"question": "q", "label": "5"}, {}, "no answer column was found among 'label': set data.answer_column"),
-        ({"instruction": "q", "input": "r", "output": "5"}, {}, "'input' and 'instruction' could each be the prompt column: set"),
-        ({"question": "q", "output": "5", "response": "5"}, {}, "'output' and 'response' could each be the answer column: set"),
+        ({"text": "q", "answer": "5"}, {}, "no prompt column was found in a among 'text', 'answer': set data.prompt_column"),
+        ({"question": "q", "label": "5"}, {}, "no answer column was found in a among 'label': set data.answer_column"),
+        (
+            {"instruction": "q", "input": "r", "output": "5"},
+            {},
+            "'input' and 'instruction' could each be the prompt column of a: set",
+        ),
+        (
+            {"question": "q", "output": "5", "response": "5"},
+            {},
+            "'output' and 'response' could each be the answer column of a: set",
+        ),
         (
             {"question": "q", "answer": "5"},
             {"answer_column": "gold"},

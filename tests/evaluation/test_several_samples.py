@@ -101,6 +101,11 @@ def test_the_further_verdicts_are_made_only_when_asked_for():
         ("first 4, at last 5", "4", False),
         ("72 apples in all, that is 72", "72", True),
         ("", "72", False),
+        ("The answer is 2^5", "5", False),
+        ("It is not 5.", "5", False),
+        ("The answer is 5 million.", "5", False),
+        ("At 3:30", "30", False),
+        ("$$ and so it is 0.5.", "\\frac{1}{2}", True),
     ],
 )
 def test_the_latex_verdict_compares_one_final_answer(text, reference, right):

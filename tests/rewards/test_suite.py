@@ -392,11 +392,23 @@ def test_without_a_limit_a_function_runs_in_the_callers_thread():
         ("ab", "returned a str instead of a list of 2 scores"),
         ({"x": 1, "y": 2}, "returned a dict instead"),
         (torch.tensor(1.0), "returned a Tensor instead"),
+        ({1.0, 2.0}, "returned a set instead"),
     ],
 )
 def test_a_wrong_length_always_stops(on_error, result, said):
     with pytest.raises(RewardError, match=said):
         make_suite({"f": lambda completions: result}, on_error=on_error).score(make_prompt(), make_completions("x", "y"))
+
+
+def test_a_generator_that_raises_while_it_is_read_is_a_failure_of_the_function():
+    def f(completions):
+        yield 1.0
+        raise ValueError("half way")
+
+    with pytest.raises(RewardError, match="raised ValueError while its scores were read: half way"):
+        make_suite({"f": f}).score(make_prompt(), make_completions("x", "y"))
+    failure = make_suite({"f": f}, on_error="skip").score(make_prompt(), make_completions("x", "y"))
+    assert (failure.kind, failure.function) == ("raised", "f")
 
 
 @pytest.mark.parametrize(
@@ -408,6 +420,7 @@ def test_a_wrong_length_always_stops(on_error, result, said):
         ("2", r"returned '2' \(str\) for completion 1 instead of a number or None"),
         ([1.0], r"returned \[1.0\] \(list\) for completion 1"),
         (1j, r"returned 1j \(complex\)"),
+        (np.ma.masked, r"returned masked \(MaskedConstant\) for completion 1 instead of a number or None"),
     ],
 )
 def test_scores_that_are_no_numbers(score, said):

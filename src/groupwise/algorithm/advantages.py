@@ -20,6 +20,7 @@ from torch import Tensor
 from groupwise.algorithm.aggregate import segment_sum
 from groupwise.algorithm.values import explained_variance, value_advantages
 from groupwise.errors import RewardError
+from groupwise.limits import LARGEST_REWARD
 from groupwise.metrics import Mean, Metric
 
 __all__ = [
@@ -193,11 +194,12 @@ SCALES: dict[str, Callable[[Rewards, Sequence[float], Sequence[float], float], l
 
 
 def check_finite(rewards: Rewards) -> None:
-    """Raise ``RewardError`` for a reward that is not a finite number."""
+    """Raise ``RewardError`` for a reward that is not a finite number, or whose square leaves what floating point holds."""
     for index, group in enumerate(rewards):
         for r in group:
-            if not math.isfinite(r):
-                raise RewardError(f"group {index} has a reward of {r}, but rewards must be finite; fix the reward function")
+            if not abs(r) <= LARGEST_REWARD:
+                what = f"of at most {LARGEST_REWARD:g} in size" if math.isfinite(r) else "finite"
+                raise RewardError(f"group {index} has a reward of {r}, but rewards must be {what}; fix the reward function")
 
 
 def group_advantages(

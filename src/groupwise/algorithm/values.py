@@ -66,7 +66,8 @@ def value_advantages(
     values_T = values_T.double()
     at_T = torch.zeros_like(values_T) if rewards_T is None else rewards_T.double().clone()
     assert at_T.shape == values_T.shape, "one reward per token"
-    at_T.index_add_(0, lengths_N.cumsum(0) - 1, rewards_N.double())
+    some_N = lengths_N > 0  # of a completion without sampled tokens nothing learns
+    at_T.index_add_(0, (lengths_N.cumsum(0) - 1)[some_N], rewards_N.double()[some_N])
     advantages_T, returns_T = gae(at_T, values_T, sequence_T, gamma=gamma, lam=lam)
     return _whitened(advantages_T, epsilon) if whiten else advantages_T, returns_T
 

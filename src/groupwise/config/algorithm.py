@@ -116,8 +116,8 @@ class EntropyConfig(Section):
     """Weight of the entropy of each token's distribution, taken off the loss of all groups. 0.001 is a start; too much makes
     text random."""
     floor: float | None = Field(default=None, gt=0)
-    """The bonus acts only in steps whose sampled tokens have less entropy than this on average, in nats. Those of all groups count, where
-    `policy/entropy` is of groups that teach."""
+    """The bonus acts only in steps whose sampled tokens have less entropy than this on average, in nats. Those of all groups count, but
+    for what `mask_truncated` leaves out, where `policy/entropy` is of groups that teach."""
     top_share: float = Field(default=1.0, gt=0, le=1)
     """Only this share of the batch's tokens, those of highest entropy, takes part in the policy's loss (arXiv 2506.01939: 0.2).
     Costs one more forward pass."""

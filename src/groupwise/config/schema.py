@@ -221,7 +221,7 @@ class RolloutConfig(Section):
     """G, the size of a group. At least 2, since a completion is judged against the others of its group."""
     max_completion_tokens: int = Field(default=256, ge=1)
     """Longest completion, in tokens; one that reaches it is cut."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=1e-6)
     """Temperature of sampling, and of the log-probabilities that are trained."""
     top_k: int | None = Field(default=None, ge=1)
     """Sample among the k likeliest tokens only. Null samples the distribution that is scored."""
@@ -412,7 +412,7 @@ class EvaluationConfig(Section):
     """Held-out problems; null takes all."""
     modes: list[Literal["sampled", "greedy"]] = Field(default=["sampled", "greedy"], min_length=1)
     """`sampled` draws, `greedy` takes the likeliest token; the first is the headline figure."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=1e-6)
     """Temperature of the `sampled` mode."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Token limit; null takes the rollout's."""

@@ -42,9 +42,10 @@ WORKERS = 2
 """Most workers at a time: one slow question does not hold up other threads. A second is started only where two ask at once."""
 CACHED_VERDICTS = 20_000
 
-Failure = Literal["timeout", "crash", "unavailable", "spent"]
+Failure = Literal["timeout", "error", "crash", "unavailable", "spent"]
 REASONS: Mapping[Failure, str] = {
     "timeout": "it found no answer in time",
+    "error": "it raised an error",
     "crash": "its process ended, or ran out of memory",
     "unavailable": "its process does not start; is the package math-verify installed?",
     "spent": f"other questions took the {BUDGET_S:.0f} seconds that there are for those without an answer",
@@ -55,14 +56,14 @@ def equivalent(answer: str, reference: str, timeout_s: float = TIMEOUT_S) -> boo
     """Whether math-verify finds ``answer`` equal to ``reference``, both LaTeX without dollar signs. Safe on any thread.
 
     A question that is not answered within ``timeout_s`` seconds is asked again with three times as many, or what is left of the budget.
-    Raises UncheckedAnswerError where that gave no verdict either, or the budget is spent; a time-out is remembered, so that the same
-    question raises at once, and the rest is not.
+    Raises UncheckedAnswerError where that gave no verdict either, where math-verify raises an error, or the budget is spent; a time-out and
+    an error are remembered, so that the same question raises at once, and the rest is not.
     """
     return _CHECKER.equivalent(answer, reference, timeout_s)
 
 
 def failures() -> Mapping[str, int]:
-    """How many questions had no verdict since this process began: ``timeout``, ``crash``, ``unavailable``, ``spent``."""
+    """How many questions had no verdict since this process began: ``timeout``, ``error``, ``crash``, ``unavailable``, ``spent``."""
     return dict(_CHECKER.failures)
 
 
@@ -109,7 +110,7 @@ class _Worker:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def ask(self, answer: str, reference: str, timeout_s: float) -> bool:
+    def ask(self, answer: str, reference: str, timeout_s: float) -> bool | Literal["error"]:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps([answer, reference, timeout_s]).encode() + b"\n")
@@ -118,7 +119,10 @@ class _Worker:
             raise _WorkerGone from None
         reply = self.receive(timeout_s)
         if "error" in reply:
-            raise _WorkerGone
+            if reply["error"] == "MemoryError":
+                raise _WorkerGone
+            log.debug("math-verify raised %s", reply["error"])
+            return "error"  # as any worker would say
         return bool(reply["equal"])
 
     def kill(self) -> None:
@@ -144,19 +148,18 @@ class _Checker:
         self._places = threading.BoundedSemaphore(WORKERS)
         self._alive: set[_Worker] = set()
         self._failed_starts = 0
-        self._verdicts: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
-        """``None`` after a time-out."""
+        self._verdicts: OrderedDict[tuple[str, str], bool | Failure] = OrderedDict()
 
     def equivalent(self, answer: str, reference: str, timeout_s: float) -> bool:
         key = (answer, reference)
         with self._lock:
-            known = self._verdicts.get(key, "unknown")
-            if known != "unknown":
+            known = self._verdicts.get(key)
+            if known is not None:
                 self._verdicts.move_to_end(key)
-        verdict = known if isinstance(known, bool) else "timeout" if known is None else self._asked(answer, reference, timeout_s)
+        verdict = self._asked(answer, reference, timeout_s) if known is None else known
         with self._lock:
-            if verdict in (True, False, "timeout"):
-                self._verdicts[key] = verdict if isinstance(verdict, bool) else None
+            if verdict in (True, False, "timeout", "error"):
+                self._verdicts[key] = verdict
                 if len(self._verdicts) > CACHED_VERDICTS:
                     self._verdicts.popitem(last=False)
             if isinstance(verdict, bool):
@@ -172,7 +175,7 @@ class _Checker:
         if self.left_s <= 0:
             return "spent"
         verdict = self._ask_once(answer, reference, timeout_s)
-        if isinstance(verdict, bool) or verdict == "unavailable" or self.left_s <= 0:
+        if isinstance(verdict, bool) or verdict in ("error", "unavailable") or self.left_s <= 0:
             return verdict
         return self._ask_once(answer, reference, min(3 * timeout_s, self.left_s))
 

@@ -25,9 +25,9 @@ __all__ = [
     "AnswerStyle",
     "Grade",
     "answers_equal",
+    "ends_in",
     "exact_match",
     "extract_answer",
-    "extract_final_formula",
     "extract_last_number",
     "extract_reference",
     "grade",
@@ -196,14 +196,18 @@ def _last_number(text: str) -> tuple[str, str, str] | None:
     return last[0]["number"], text[max(0, begin - 40) : begin], text[end : end + 40]
 
 
-def extract_final_formula(text: str) -> str | None:
-    """What a text without any answer place ends in: the formula between dollar signs, or in ``\\(\\)`` or ``\\[\\]``, or the number
-    that stands last."""
-    text = text[-LONGEST_TEXT:]
+def ends_in(text: str, reference: str | Sequence[str]) -> bool:
+    """Whether a text without any answer place ends in a reference: in the formula between dollar signs, or in ``\\(\\)`` or ``\\[\\]``,
+    or in the number that stands last, with what is written beside it.
+
+    Raises UncheckedAnswerError where math-verify gave no verdict.
+    """
+    text, references = text[-LONGEST_TEXT:], [reference] if isinstance(reference, str) else reference
     formulas, number = deque(FORMULA.finditer(text), maxlen=1), _last_number(text)
     if formulas and _last_number(text[formulas[0].end() :]) is None:
-        return next(part for part in formulas[0].groups() if part is not None).strip() or None
-    return None if number is None else number[0]
+        formula = next(part for part in formulas[0].groups() if part is not None).strip()
+        return formula != "" and answers_equal(formula, references)
+    return number is not None and any(_last_number_is(*number, one) for one in references)
 
 
 def exact_match(answer: str, reference: str) -> bool:

@@ -84,9 +84,12 @@ UNREADABLE = re.compile(
     # Parts of an expression that math-verify drops or misreads: percentages within, repeated decimals, dots, bases, 1e5.
     r"[%$]|\\(?:overline|bar|dot|hat|vec|widehat|overrightarrow|ldots|dots|cdots)(?![A-Za-z])|\.\.|[0-9][0-9A-F]*\s*_|[0-9][eE][+-]?[0-9]|"
     r"\\text\s?\{|[^\x00-\x7f]|[0-9]\s*\^\s*\{?\s*(?:st|nd|rd|th)(?![a-z])|"
-    # Derivatives, transposes and adjoints; remainders, what is not printed, negations; degrees within; products that may not commute.
+    # Derivatives, transposes and adjoints; remainders, what is not printed, negations; degrees within; products that may not commute;
+    # letters' common divisors and multiples, and signs that are read as letters or as an equals sign.
     r"'|\\(?:prime|[bp]?mod|[hv]?phantom|not|neg|lnot|cancel|sout)(?![A-Za-z])|\^\s*\{?\s*(?:T|\*|\\(?:circ|top|ast|dag|dagger))(?![A-Za-z])|"
-    r"\^\s*\{\s*\(\s*(?:[0-9]+|[a-z])\s*\)\s*\}|(?<![\\A-Za-z])[A-Za-z]\s*\\times\s*[A-Za-z](?![A-Za-z])"
+    r"\^\s*\{\s*\(\s*(?:[0-9]+|[a-z])\s*\)\s*\}|(?<![\\A-Za-z])[A-Za-z]\s*\\times\s*[A-Za-z](?![A-Za-z])|"
+    r"\\frac\s*\{\s*(?:d|\\partial)\s*[A-Za-z\\^][^{}]*\}\s*\{\s*(?:d|\\partial)\s*[A-Za-z\\]|\\(?:partial|equiv|angle|measuredangle)(?![A-Za-z])|"
+    r"\\(?:gcd|lcm|operatorname\{(?:gcd|lcm)\})\s*\([^()]*[A-Za-z]"
 )
 ARGUMENTS = re.compile(r"\\(?:frac|binom)\s*(?:[0-9]|\{[^{}]*\})\s*(?:[0-9]|\{[^{}]*\})|_[0-9]+\s*")
 """Numbers side by side that belong to a command, and an index."""
@@ -99,9 +102,10 @@ EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
 NAME = re.compile(
     r"(?:(?:m\s?)?\\(?:angle|measuredangle|triangle)\s?)?"
     r"(?:[A-Za-z]|(?P<points>[A-Z]{2,4})|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|rho|sigma|tau|omega|Delta|Theta|Omega))"
-    r"(?:_(?:\w|\{(?:[0-9]+|[A-Za-z][0-9]?)\}))?(?:\([\w, ]+\))?"
+    r"(?:_(?:[0-9]+|\w|\{(?:[0-9]+|[A-Za-z](?: ?[+-]? ?[0-9])?)\}))?(?:\([\w, ]+\))?"
 )
 """A letter or points, with an index and arguments. Nothing with a prime, a power or a bar: those make another thing of it."""
+POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
 DERIVED = re.compile(r"'+|\^\{-1\}")
 WORDS = re.compile(r"\\text\s?\{\s*([A-Za-z ]+)\}|([A-Za-z][A-Za-z ]+)")
 NAMING_WORDS = frozenset(
@@ -142,13 +146,16 @@ def latex_equivalent(answer: str, reference: str, timeout_s: float = algebra.TIM
 
 
 def latex_failures() -> Mapping[str, int]:
-    """How often math-verify gave no verdict since this process began: ``timeout``, ``crash``, ``unavailable``, ``spent``."""
+    """How often math-verify gave no verdict since this process began: ``timeout``, ``error``, ``crash``, ``unavailable``,
+    ``spent``."""
     return algebra.failures()
 
 
 def _normal(text: str) -> str:
     """One of several ways to write the same thing; nothing that changes the meaning."""
-    text = LAST_STOP.sub("", plain_text(text))
+    text = plain_text(text)
+    while (bare := plain_text(LAST_STOP.sub("", text))) != text:  # a full stop may stand within dollar signs, or behind them
+        text = bare
     whole = WHOLLY_TEXT.fullmatch(text)
     text = whole[1].strip() if whole else text
     text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
@@ -186,6 +193,9 @@ def _equal(answer: str, reference: str, timeout_s: float) -> bool:
         return False
     if unit is not None or expected is not None:
         return _equal(answer, reference, timeout_s)
+    members = ELEMENT_OF.match(answer), ELEMENT_OF.match(reference)
+    if members[0] and members[1]:
+        return answer[0] == reference[0] and _equal(answer[members[0].end() :], reference[members[1].end() :], timeout_s)
     return _ask(answer, reference, timeout_s)
 
 
@@ -260,10 +270,14 @@ def _sides(text: str) -> list[str]:
 
 
 def _is_name(text: str) -> bool:
-    """A symbol, or words that leave the value what it is, with the plural of what is counted: ``number of eggs left``."""
+    """A symbol, a point of several, or words that leave the value what it is, with the plural of what is counted: ``number of eggs
+    left``."""
     if symbol := NAME.fullmatch(text):
         points = symbol["points"] or ""
         return not changes_the_value(points) and points.lower() not in FUNCTION_WORDS
+    if POINT.fullmatch(text):  # letters in their order: (y, x) = (1, 2) is not what (1, 2) is without a name
+        letters = re.findall("[A-Za-z]", text)
+        return letters == sorted({*letters})
     written = WORDS.fullmatch(text)
     words = (written[1] or written[2]).lower().split() if written else []
     counted = [word for word in words if word not in NAMING_WORDS and word != "of"]

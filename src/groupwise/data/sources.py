@@ -275,8 +275,8 @@ def find_columns(table: Table, data: DataConfig) -> ColumnMap:
     if data.prompt_column is None and data.answer_column is None and set(SVAMP_COLUMNS) <= set(columns):
         return ColumnMap(("Body", "Question"), "Answer")
     first = table.rows[0].values
-    prompt = _named(data.prompt_column, "prompt_column", columns, first) or _found(PROMPT_NAMES, "prompt", columns)
-    answer = _named(data.answer_column, "answer_column", columns, first) or _found_answer(columns, first, prompt)
+    prompt = _named(data.prompt_column, "prompt_column", columns, first) or _found(PROMPT_NAMES, "prompt", columns, table.label)
+    answer = _named(data.answer_column, "answer_column", columns, first) or _found_answer(columns, first, prompt, table.label)
     return ColumnMap((prompt,), answer)
 
 
@@ -286,23 +286,26 @@ def _named(name: str | None, key: str, columns: Sequence[str], first: Mapping[st
     raise DataError(f"data.{key} is {name!r}, but the columns are {_listed(columns)}: set data.{key} to one of them")
 
 
-def _found(names: Sequence[str], what: str, columns: Sequence[str]) -> str:
+def _found(names: Sequence[str], what: str, columns: Sequence[str], label: str) -> str:
     candidates = _candidates(names, columns)
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
-        raise DataError(f"no {what} column was found among {_listed(columns)}: set data.{what}_column to the right one")
+        raise DataError(
+            f"no {what} column was found in {label} among {_listed(columns)}: set data.{what}_column to the right one"
+        )
     raise DataError(
-        f"{' and '.join(map(repr, candidates))} could each be the {what} column: set data.{what}_column (columns: {_listed(columns)})"
+        f"{' and '.join(map(repr, candidates))} could each be the {what} column of {label}: set data.{what}_column "
+        f"(columns: {_listed(columns)})"
     )
 
 
-def _found_answer(columns: Sequence[str], first: Mapping[str, object], prompt: str) -> str:
+def _found_answer(columns: Sequence[str], first: Mapping[str, object], prompt: str, label: str) -> str:
     nested = [name for name in SURE_ANSWER_NAMES if "." in name and _reach(first, name) is not None]
     sure = [name for name in _candidates(SURE_ANSWER_NAMES, columns) if name != prompt] + nested
     if sure:
         return sure[0]
-    return _found(ANSWER_NAMES, "answer", [c for c in columns if c != prompt])
+    return _found(ANSWER_NAMES, "answer", [c for c in columns if c != prompt], label)
 
 
 def _candidates(names: Sequence[str], columns: Sequence[str]) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
-from groupwise.errors import TrainingError
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.metrics import Metric
 from groupwise.types import Completion, Prompt
 
@@ -37,6 +38,20 @@ class SamplingSettings:
     Only the engine over transformers modules knows it."""
     greedy: bool = False
     """Take the likeliest token; temperature, top_k, top_p and min_p then have no effect on the choice."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a distribution that is none, or a length below 1."""
+        rules = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", COLDEST <= self.temperature < inf, f"at least {COLDEST:g}; greedy=True takes the likeliest token"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "None, or at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < inf, "above 0"),
+        )
+        for name, kept, rule in rules:
+            if not kept:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but it must be {rule}")
 
 
 Progress = Callable[[int, int], None]

@@ -88,7 +88,7 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """See ``Engine.stream``."""
-        sequence = _Sequence(prompt, 0, seed_key(seed, "stream", prompt.problem.id, 0), settings.max_tokens)
+        sequence = _Sequence(prompt, 0, seed_key(seed, "stream", prompt.problem.id, 0, prompt.occurrence), settings.max_tokens)
         shown = ""
         for _ in self._decode([sequence], settings):
             text = self._text(sequence.tokens)

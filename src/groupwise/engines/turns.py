@@ -18,10 +18,10 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from groupwise.engines.base import Engine, Progress, SampleRequest
+from groupwise.engines.base import Engine, Progress, SampleRequest, Watch
 from groupwise.types import Completion, Prompt
 
-__all__ = ["GRACE_S", "Answer", "Patience", "TurnEngine", "Turns", "serve_by_prefixes", "turn_name"]
+__all__ = ["GRACE_S", "Answer", "Patience", "TurnEngine", "Turns", "serve_by_prefixes", "turn_name", "watch_of"]
 
 GRACE_S = 0.2
 """Seconds for which answers are awaited before rows leave."""
@@ -110,6 +110,12 @@ class _Prefix:
         return Prompt(problem, "", (*self.prompt.token_ids, *self.tokens), None, self.prompt.occurrence)
 
 
+def watch_of(request: SampleRequest, rows: Sequence[tuple[int, int]]) -> Watch | None:
+    """``request.watch`` for another request, whose prompts are ``rows`` of this one by place and sample, each with a single sample."""
+    watch = request.watch
+    return None if watch is None else lambda index, _, token_ids, logprobs: watch(*rows[index], token_ids, logprobs)
+
+
 def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_progress: Progress | None = None) -> None:
     """Like ``TurnEngine.serve_turns``, by any engine: in rounds, each of which computes the whole of its rows again.
 
@@ -149,7 +155,8 @@ def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_p
         if back:
             limits = [request.limit_of(row.place) - len(row.tokens) for row in back]
             settings, prompts = replace(request.settings, max_tokens=max(limits)), [row.so_far() for row in back]
-            further = replace(request, prompts=prompts, samples_per_prompt=1, settings=settings, limits=limits)
+            watch = watch_of(request, [(row.place, row.sample) for row in back])
+            further = SampleRequest(prompts, 1, settings, request.seed, request.scope, watch, limits=limits)
             heard = [
                 (row, replace(turn, sample=row.sample))
                 for row, (turn,) in zip(back, engine.serve(further, progress), strict=True)

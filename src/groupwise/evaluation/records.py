@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from groupwise.data.answers import PLACES, AnswerStyle, answers_equal, extract_answer, extract_final_formula, grade, numeric_value
+from groupwise.data.answers import PLACES, AnswerStyle, answers_equal, ends_in, extract_answer, grade, numeric_value
 from groupwise.durable import write_bytes
 from groupwise.errors import DataError, UncheckedAnswerError
 from groupwise.rewards.functions import is_well_formed
@@ -100,9 +100,9 @@ def latex_right(text: str, references: str | Sequence[str], style: AnswerStyle) 
     the text. One answer is compared, unlike in the lenient verdict, which takes a right one from any of these places.
     """
     places = (extract_answer(text, place) for place in (style, *(other for other in PLACES if other != style)))
-    final = next((answer for answer in places if answer is not None), None) or extract_final_formula(text)
+    final = next((answer for answer in places if answer is not None), None)
     try:
-        return final is not None and answers_equal(final, references)
+        return answers_equal(final, references) if final else ends_in(text, references)
     except UncheckedAnswerError:
         return None
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal, cast
 
 from groupwise.config.rewards import Normalising
+from groupwise.limits import LARGEST_REWARD
 from groupwise.metrics import Mean, Metric
 from groupwise.types import Completion
 
@@ -60,6 +61,8 @@ def _read_steps(score: object) -> StepRewards | str | None:
     None for what is neither; a sentence's end for what is one of them and wrong.
     """
     if isinstance(score, StepRewards):
+        if not all(isinstance(part, Iterable) for part in (score.rewards, score.ends)):
+            return f"steps of {score.rewards!r:.80} and {score.ends!r:.80} instead of two lists"
         rewards, ends, unit = list(score.rewards), list(score.ends), score.unit
     elif isinstance(score, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in score):
         rewards, ends, unit = [pair[1] for pair in score], [pair[0] for pair in score], "characters"
@@ -69,18 +72,16 @@ def _read_steps(score: object) -> StepRewards | str | None:
         return f"{len(rewards)} step rewards with {len(ends)} ends"
     if unit not in ("characters", "tokens"):
         return f"steps in the unit {unit!r:.80}, but it must be 'characters' or 'tokens'"
-    if bad := [r for r in rewards if not isinstance(r, numbers.Real) or not _is_finite(r)]:
-        return f"a step reward of {bad[0]!r:.80} instead of a finite number"
+    if bad := [r for r in rewards if not isinstance(r, numbers.Real) or not _is_sound(r)]:
+        return f"a step reward of {bad[0]!r:.80} instead of a finite number of at most {LARGEST_REWARD:g}"
     if bad := [end for end in ends if not isinstance(end, numbers.Integral)]:
         return f"a step that ends at {bad[0]!r:.80} instead of a whole number of {unit}"
     return StepRewards([float(r) for r in rewards], [int(end) for end in ends], unit)
 
 
-def _is_finite(number: numbers.Real) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # a whole number with hundreds of digits
-        return False
+def _is_sound(number: numbers.Real) -> bool:
+    """Finite, and no larger than what advantages can be made of."""
+    return bool(abs(cast(float, number)) <= LARGEST_REWARD)  # also of a whole number with hundreds of digits, which is no float
 
 
 def to_token_steps(steps: StepRewards, completion: Completion, decode: Decode | None) -> list[tuple[int, float]] | str:
@@ -157,9 +158,11 @@ def read_scores(result: object, members: Sequence[int]) -> list[float | StepRewa
     no list of that many.
     """
     try:
-        listed = None if isinstance(result, (str, bytes, Mapping)) else list(cast(Iterable[object], result))
+        listed = None if isinstance(result, (str, bytes, Mapping, Set)) else list(cast(Iterable[object], result))
     except TypeError:
         listed = None
+    except Exception as error:  # a generator computes while it is read
+        raise BadResult("raised", f"raised {type(error).__name__} while its scores were read: {error}", error) from error
     expected = len(members)
     if listed is None:
         kind = "None (is a return statement missing?)" if result is None else f"a {type(result).__name__}"
@@ -179,17 +182,16 @@ def _score(score: object, member: int) -> float | StepRewards | BadResult | None
 
 
 def _number(score: object, member: int) -> float | BadResult:
-    scalar = score.item() if hasattr(score, "item") and getattr(score, "shape", None) == () else score
+    scalar = score
+    if hasattr(score, "item") and getattr(score, "shape", None) == ():
+        scalar = None if getattr(score, "mask", False) else score.item()  # numpy's masked number says that it is 0
     if not isinstance(scalar, numbers.Real):
         what = f"{score!r:.80} ({type(score).__name__})"
         return BadResult("not_a_number", f"returned {what} for completion {member} instead of a number or None")
-    try:
-        number = float(scalar)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        return BadResult("not_a_number", f"returned {number} for completion {member} instead of a finite number or None")
-    return number
+    if not _is_sound(scalar):
+        what = f"a finite number of at most {LARGEST_REWARD:g} in size, or None"
+        return BadResult("not_a_number", f"returned {scalar!s:.80} for completion {member} instead of {what}")
+    return float(scalar)
 
 
 def remedy(kind: FailureKind) -> str:

@@ -19,6 +19,9 @@ __all__ = ["BONUS", "EntropyTerms", "entropy_bonus"]
 
 BONUS = "policy/entropy_bonus"
 """The metric that says which weight the bonus has in a step; 0 above the floor."""
+_ROUNDING = 1e-5
+"""Tokens behind equal prefixes, such as all first ones of a group, have one entropy, which fp32 rounds by the shape of the pass: those at
+the threshold are taken together."""
 
 
 class EntropyTerms:
@@ -26,6 +29,8 @@ class EntropyTerms:
 
     def __init__(self, config: Config, world: World) -> None:
         self.settings, self.world = config.algorithm.entropy or EntropyConfig(), world
+        self._left_out = config.algorithm.mask_truncated
+        """Whether completions that were cut count for nothing."""
         self._samples_say = config.samples_are_the_policys
         """Whether the samples' own log-probabilities say how much entropy the policy has."""
 
@@ -50,6 +55,7 @@ class EntropyTerms:
         learnt_T = own_T[batch.tokens(range(batch.learnt))]
         ordered = torch.cat(self.world.all_gather_object(learnt_T.double().cpu())).sort(descending=True).values
         threshold = float(ordered[max(1, math.ceil(self.settings.top_share * len(ordered))) - 1])
+        threshold -= _ROUNDING * max(1.0, abs(threshold))
         batch.mask_T, batch.entropy_T = (own_T >= threshold).float(), None
         return {"policy/tokens_kept": Mean(float((ordered >= threshold).sum()), len(ordered))}
 
@@ -69,7 +75,7 @@ class EntropyTerms:
         bonus, floor = self.settings.bonus, self.settings.floor
         if bonus == 0 or floor is None or not self._samples_say:
             return bonus > 0
-        everything = [c for group in groups for c in group.completions]
+        everything = [c for group in groups for c in group.completions if c.stopped or not self._left_out]
         surprise = -math.fsum(x for c in everything for x in c.logprobs)  # 0 of tokens that were given
         return Mean(surprise, sum(c.sampled_tokens for c in everything)).value < floor
 

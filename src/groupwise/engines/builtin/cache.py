@@ -38,12 +38,12 @@ class Cache:
     ) -> None:  # fmt: skip
         self.kv_heads, self.head_width, self.rows, self.native = kv_heads, head_width, rows, native
         self._aligned = ROOM if native else 1 if device.type == "cpu" else _ALIGNED
-        self.limit = self._whole(max(1, completion_tokens)) if native else max(1, completion_tokens)
+        self.limit = max(1, completion_tokens)
         self._like = {"dtype": dtype, "device": device}
         self.prompt = [self._pair(groups, self._whole(prompt_tokens)) for _ in range(layers)]
         """Keys ``[S, K, P, E]`` and values ``[S, K, P, E]`` of each layer."""
         self._block = CACHE_ROOM["cpu" if device.type == "cpu" else "cuda"]
-        self.room = min(self._block, self._whole(self.limit))
+        self.room = self._whole(min(self._block, self.limit))
         self.own = [self._pair(rows, self.room) for _ in range(layers)]
         """Keys and values of each layer, ``[B, K, C, E]``."""
 

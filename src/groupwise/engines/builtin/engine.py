@@ -481,7 +481,7 @@ class _Batch:
             self.sampled_tokens += 1
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            row.done = token in self.engine.end_token_ids or not self.call.room(row)
+            row.done = token in self.engine.end_token_ids or self.call.room(row) <= 0
             if watch is not None and not watch(row.index, row.sample, row.tokens[row.start :], row.logprobs):
                 row.done = True
             if row.done:

@@ -443,7 +443,7 @@ def _small(
     shows. PyTorch's generators of random numbers stay as they were."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
-    config.vocab_size = min(vocabulary, config.vocab_size)
+    config.vocab_size = min(vocabulary, max(config.vocab_size, 64))  # the passes below have tokens up to 43
     config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
