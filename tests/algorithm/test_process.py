@@ -136,6 +136,15 @@ def test_steps_that_end_together_add_up_and_later_tokens_get_nothing():
     assert to_go(torch.zeros(0), torch.zeros(0, dtype=torch.long)).tolist() == []
 
 
+@pytest.mark.parametrize(
+    "advantages", [group_advantages, lambda rewards: process_advantages([[[(0, r)] for r in rewards[0]]], [[1, 1]])]
+)
+def test_a_reward_whose_square_would_leave_fp32_is_refused(advantages):
+    with pytest.raises(RewardError, match=r"a reward of 1e\+200, but rewards must be of at most 1e\+12 in size"):
+        advantages([[1e200, 0.0]])
+    assert advantages([[1e12, 0.0]])
+
+
 def test_a_reward_that_is_not_finite_is_refused():
     with pytest.raises(RewardError, match="must be finite"):
         process_advantages([[[(0, float("nan"))], []]], [[1, 1]])

@@ -56,6 +56,11 @@ def norms(monkeypatch):
     return make
 
 
+def test_a_vocabulary_of_a_few_letters_leaves_nothing_out():
+    tiny = Qwen2Config(**{**SHAPE.to_dict(), "vocab_size": 15})
+    assert not [c.notice for c in check_fast_paths(tiny, torch.float32, CPU) if "failed" in c.notice]
+
+
 def test_one_that_agrees_is_taken(decoder, norms):
     choice, lasting = choose(a_path(norms(lambda found: found), slack=100.0), decoder)
     assert choice.taken

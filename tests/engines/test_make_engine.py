@@ -11,7 +11,7 @@ import torch
 from groupwise.config import load_config
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines import SamplingSettings, check_engine, make_engine
-from groupwise.engines.base import Engine
+from groupwise.engines.base import COLDEST, Engine
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ConfigError, TrainingError
@@ -136,3 +136,26 @@ def test_another_s_log_probabilities_are_corrected_for():
 
     assert [correction(e) for e in ("auto", "builtin", "transformers")] == [None] * 3
     assert [correction(e).level for e in ("vllm", "my_engine.py:E")] == ["token"] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0, but it must be at least 1"),
+        ({"temperature": 1e-7}, "temperature is 1e-07, but it must be at least 1e-06; greedy=True takes the likeliest token"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0, but it must be above 0 and at most 1"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+    ],
+)
+def test_settings_that_are_no_distribution_are_refused(settings, rule):
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        SamplingSettings(**{"max_tokens": 4, **settings})
+
+
+def test_a_run_may_not_sample_colder_than_fp32_can():
+    with pytest.raises(ConfigError, match="rollout.temperature is 5e-07, but must be at least 1e-06"):
+        RolloutConfig(temperature=COLDEST / 2)
+    assert RolloutConfig(temperature=COLDEST).temperature == COLDEST

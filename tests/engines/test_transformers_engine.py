@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -138,6 +140,7 @@ def test_finished_sequences_leave_the_batch(tiny_llama, tokenizer, make_prompts)
 
 def test_a_stream_is_the_sample_of_its_scope(tiny_llama, tokenizer, make_prompts):
     engine, (prompt,), pieces = TransformersEngine(tiny_llama(), tokenizer, ENDS), make_prompts([6]), []
+    prompt = replace(prompt, occurrence=1)
     completion = engine.stream(prompt, SAMPLED, seed=8, on_text=pieces.append)
     assert completion == engine.sample([prompt], 1, SAMPLED, seed=8, scope="stream")[0][0]
     assert "".join(pieces) == completion.text

@@ -15,8 +15,8 @@ from groupwise.engines import turns as turns_module
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.engines.base import SampleRequest as Request
 from groupwise.engines.builtin import cache as cache_module
+from groupwise.engines.builtin import chunked_prefill
 from groupwise.engines.builtin import engine as engine_module
-from groupwise.engines.builtin import given as given_module
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep
 from groupwise.engines.builtin.engine import BuiltinEngine
@@ -29,6 +29,28 @@ LENGTHS = [5, 1, 17, 9, 3]
 ENDS = tuple(range(2, 18))
 """Many, so that turns are short and end at different times."""
 SETTINGS = SamplingSettings(max_tokens=70)
+
+
+def test_a_watch_names_rows_by_their_place_in_the_request_in_every_round(tiny_llama, tokenizer, make_prompts):
+    """Whatever requests an engine that keeps nothing between turns makes of it."""
+    engine, prompts, seen = TransformersEngine(tiny_llama(), tokenizer, ENDS), make_prompts([5, 9]), {}
+
+    def watch(place, sample, tokens, logprobs):
+        seen.setdefault((place, sample), []).append(len(tokens))
+        return len(tokens) < 2
+
+    answers = {}
+
+    def answer(place, turn):
+        row = place, turn.sample
+        answers[row] = answers.get(row, 0) + 1
+        future = Future()
+        future.set_result([9] if answers[row] < 3 else None)
+        return future
+
+    serve_by_prefixes(engine, Request(prompts, 2, SETTINGS, 0, "s", watch=watch), Turns(answer))
+    assert set(answers) == {(0, 0), (0, 1), (1, 0), (1, 1)} == set(seen)
+    assert set(answers.values()) == {3}
 
 
 def tokens_of(part):
@@ -279,8 +301,8 @@ def test_graphs_hold_for_rows_that_leave_come_back_and_are_given_tokens(max_rows
 def test_what_is_given_may_be_computed_in_parts(name, value, builtin, make_prompts, monkeypatch):
     prompts = make_prompts(LENGTHS)
     whole = play(builtin(), prompts, longest=20)
-    monkeypatch.setattr(given_module, name, value)
-    monkeypatch.setattr(given_module, "QUERY_BLOCK", min(3, given_module.QUERY_BLOCK))
+    monkeypatch.setattr(chunked_prefill, name, value)
+    monkeypatch.setattr(chunked_prefill, "QUERY_BLOCK", min(3, chunked_prefill.QUERY_BLOCK))
     parts = play(builtin(max_rows=4), prompts, grace_s=0.0, late=late, longest=20)
     assert parts.rows() == whole.rows()
     assert parts.logprobs() == pytest.approx(whole.logprobs(), abs=1e-5)

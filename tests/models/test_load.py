@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
 
-from groupwise.config.schema import ModelConfig
+from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ModelError
 from groupwise.models import load
 from groupwise.models.devices import computes_bf16
@@ -23,6 +23,7 @@ from groupwise.models.embedded import EMBEDDED_NAME
 from groupwise.models.folder import make_readable_by_4, only_from_cache
 from groupwise.models.load import (
     Policy,
+    check_adapter,
     check_model,
     context_length,
     end_token_ids,
@@ -347,3 +348,13 @@ def test_libraries_stay_quiet_until_the_last_of_several_threads_is_done() -> Non
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (logging.ERROR, False)
     second.__exit__(None, None, None)
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_porj"], ["porj"], r"model\.layers\.\d+\.mlp\.up"])
+def test_an_adapter_in_layers_that_the_model_lacks_is_refused_without_its_weights(targets, tiny_llama, tmp_path):
+    tiny_llama().config.save_pretrained(tmp_path)
+    config = ModelConfig(name=str(tmp_path), lora=LoraConfig(target_modules=targets))
+    with pytest.raises(ModelError, match=r"model.lora.target_modules has .* but no layer .* use all-linear, or some of .*v_proj"):
+        check_adapter(config)
+    for fine in ("all-linear", ["q_proj", "mlp.up_proj"], r"model\.layers\.0\.mlp\..*_proj"):
+        check_adapter(config.model_copy(update={"lora": LoraConfig(target_modules=fine)}))

@@ -400,12 +400,17 @@ def test_a_wrong_length_always_stops(on_error, result, said):
         make_suite({"f": lambda completions: result}, on_error=on_error).score(make_prompt(), make_completions("x", "y"))
 
 
-def test_a_generator_that_raises_while_it_is_read_is_a_failure_of_the_function():
-    def f(completions):
-        yield 1.0
-        raise ValueError("half way")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_scores_that_raise_while_they_are_read_are_a_failure_of_the_function(lazy):
+    class Lazy:
+        def __iter__(self):
+            yield 1.0
+            raise ValueError("half way")
 
-    with pytest.raises(RewardError, match="raised ValueError while its scores were read: half way"):
+    def f(completions):
+        return Lazy() if lazy else iter(Lazy())
+
+    with pytest.raises(RewardError, match=r"raised ValueError.*: half way"):
         make_suite({"f": f}).score(make_prompt(), make_completions("x", "y"))
     failure = make_suite({"f": f}, on_error="skip").score(make_prompt(), make_completions("x", "y"))
     assert (failure.kind, failure.function) == ("raised", "f")
@@ -416,6 +421,7 @@ def test_a_generator_that_raises_while_it_is_read_is_a_failure_of_the_function()
     [
         (math.nan, "returned nan for completion 1 instead of a finite number or None"),
         (-math.inf, "returned -inf for completion 1"),
+        (-2e12, r"returned -2000000000000.0 for completion 1 instead of one of at most 1e\+12 in size"),
         (torch.tensor(math.nan), "returned nan for completion 1"),
         ("2", r"returned '2' \(str\) for completion 1 instead of a number or None"),
         ([1.0], r"returned \[1.0\] \(list\) for completion 1"),

@@ -4,6 +4,7 @@ steered, a reference that moves. Each against a slow loop in float64, and each t
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from groupwise.errors import ConfigError
 from groupwise.models.merging import round_dithered_
 from groupwise.training.advantages import StepAdvantages
 from groupwise.training.critic import Critic
+from groupwise.training.entropy import EntropyTerms
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.4, 0.0, 2.0]]
 EVERYTHING = {
@@ -191,6 +193,35 @@ def test_above_its_floor_there_is_no_entropy_bonus(tiny_llama):
         assert distance(gradient, reference) == 0
         assert metrics["policy/entropy_bonus"].value == (0.3 if acts else 0)
         assert ("policy/full_entropy" in metrics) is acts
+
+
+@pytest.mark.parametrize("sampler", [{}, {"top_k": 1000}], ids=["exact", "as if other"])
+def test_what_a_cut_completion_shows_of_entropy_counts_only_where_it_is_learnt(sampler, tiny_llama):
+    """Whether the samples' log-probabilities say it, or a pass: 1,000 of 128 tokens leave nothing out."""
+    model = tiny_llama(seed=3)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    whole = [c for g in groups for c in g.completions]
+    stopped = [c for c in whole if c.stopped]
+    mean = [-sum(x for c in cs for x in c.logprobs) / sum(len(c.logprobs) for c in cs) for cs in (whole, stopped)]
+    assert abs(mean[0] - mean[1]) > 1e-3
+    floor = sum(mean) / 2
+    for masked, shown in ((False, mean[0]), (True, mean[1])):
+        config = config_of(algorithm={"entropy": {"bonus": 0.01, "floor": floor}, "mask_truncated": masked}, rollout=sampler)
+        _, metrics = one_gradient(model, groups, config)
+        assert metrics["policy/entropy_bonus"].value == (0.01 if shown < floor else 0)
+
+
+def test_tokens_of_one_entropy_are_kept_or_left_out_together_however_a_pass_rounds_it():
+    config = config_of(algorithm={"entropy": {"top_share": 0.5}})
+    masks = []
+    for rounding in (0.0, 1e-7, -1e-7):
+        entropies = torch.tensor([1.0, 1.0 + rounding, 1.0, 1.0 - rounding, 0.2, 0.3])
+        batch = SimpleNamespace(
+            weights_T=torch.ones(6), entropy_T=entropies, learnt=6, tokens=lambda rows: slice(0, 6), mask_T=None
+        )
+        metrics = EntropyTerms(config, World()).choose_tokens(batch)
+        masks.append((batch.mask_T.tolist(), metrics["policy/tokens_kept"].value))
+    assert masks == [([1, 1, 1, 1, 0, 0], 4 / 6)] * 3
 
 
 def test_only_the_tokens_of_most_entropy_are_learnt(tiny_llama):

@@ -7,6 +7,7 @@ that transformers 4.57 and 5 both load to the same numbers.
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from groupwise.models.saving import Made, sync, sync_tree, write_tensors
 
 __all__ = [
     "Policy",
+    "check_adapter",
     "check_model",
     "context_length",
     "copy_to_cpu",
@@ -105,6 +107,23 @@ def check_model(config: ModelConfig) -> None:
             f"model {config.name!r} is of the type {hf_config.model_type!r}, which is no causal language model: "
             "name a model that continues text, such as one of the Qwen or Llama family"
         )
+
+
+def check_adapter(config: ModelConfig) -> None:
+    """Raise ModelError where ``model.lora`` names a layer that the model lacks: peft leaves such names out without a word, unless no name
+    is left. Reads no weights."""
+    targets = "all-linear" if config.lora is None else config.lora.target_modules
+    if targets == "all-linear":
+        return
+    modules = [(n, m) for n, m in _without_weights(with_dtype(config), None).named_modules() if hasattr(m, "weight")]
+    for target in [targets] if isinstance(targets, str) else targets:
+        whole = isinstance(targets, str)  # an expression over full names
+        if not any(re.fullmatch(target, name) if whole else f".{name}".endswith(f".{target}") for name, _ in modules):
+            known = sorted({name.rpartition(".")[2] for name, module in modules if hasattr(module, "in_features")})
+            raise ModelError(
+                f"model.lora.target_modules has {target!r}, but no layer of {config.name} is called so: use all-linear, or some of "
+                f"{', '.join(known)}"
+            )
 
 
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:

@@ -28,6 +28,7 @@ from groupwise.errors import ConfigError
 from groupwise.evaluation.judging import with_shots
 from groupwise.models.families import why_uncovered
 from groupwise.models.load import (
+    check_adapter,
     check_model,
     context_length,
     end_token_ids,
@@ -131,6 +132,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     """
     refuse_untrainable(config.model)
     check_model(config.model)
+    check_adapter(config.model)
     check_engine(config.rollout)
     check_trackers(config)
     Objective.from_config(config.algorithm)  # finds a loss or an advantage of the user's
