@@ -156,6 +156,6 @@ def test_settings_that_are_no_distribution_are_refused(settings, rule):
 
 
 def test_a_run_may_not_sample_colder_than_fp32_can():
-    with pytest.raises(ConfigError, match="rollout.temperature is 5e-07, but must be at least 1e-06"):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 5e-07, but must be at least 1e-06"):
         RolloutConfig(temperature=COLDEST / 2)
     assert RolloutConfig(temperature=COLDEST).temperature == COLDEST
