@@ -11,11 +11,13 @@ __all__ = ["sync", "sync_folder", "sync_tree", "write_bytes"]
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace ``path`` as a whole or not at all: written beside it, forced to disk, then renamed over it.
+    """Replace ``path`` as a whole or not at all: written beside it, forced to disk, then renamed over it. A symbolic link stays, and the
+    file that it leads to is replaced.
 
     Raises:
         OSError: the disk is full, the folder is read-only or missing; ``path`` is then what it was before.
     """
+    path = Path(os.path.realpath(path))
     # The name's end alone, so that a name as long as a file's may be is not too long with what is added.
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name[-48:]}.", suffix=".part", dir=path.parent)
     try:
