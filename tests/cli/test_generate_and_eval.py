@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -380,6 +381,60 @@ def test_a_name_that_is_too_long_for_a_file_is_one_sentence(groupwise, words):
     result = groupwise(*(word.replace("NAME", "n" * 300) for word in words))
     assert result.exit_code == 2
     assert re.fullmatch(r"groupwise: the name 'n{40}\.\.\.' of 3\d\d bytes is too long for a file: shorten it\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("folder", "is a folder, and records are written to a file: name another --out"),
+        ("pipe", "is no regular file, and records are written to a file: name another --out"),
+        ("to_pipe", "is no regular file, and records are written to a file: name another --out"),
+        ("file/mine.jsonl", "cannot be written (Not a directory: "),
+        ("/proc/sys/mine.jsonl", "cannot be written ("),
+        ("astray", "cannot be written ("),
+    ],
+)
+def test_records_that_cannot_be_written_are_refused_before_anything_is_loaded(groupwise, tmp_path, monkeypatch, out, message):
+    monkeypatch.setattr("groupwise.cli.evaluate._judge", None)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    (tmp_path / "astray").symlink_to("/proc/sys/mine.jsonl")
+    before = sorted(tmp_path.iterdir())
+    result = groupwise("eval", "smollm2-135m-instruct", "--data", "arithmetic", "--out", tmp_path / out)
+    assert result.exit_code == 2
+    assert message in flat(result.stderr)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_where_no_trial_file_can_be_written_no_records_are_asked_for(groupwise, tmp_path, monkeypatch):
+    def no_room(**place):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("groupwise.cli.evaluate._judge", None)
+    monkeypatch.setattr("groupwise.cli.evaluate.tempfile.TemporaryFile", no_room)
+    result = groupwise("eval", "smollm2-135m-instruct", "--data", "arithmetic", "--out", tmp_path / "new" / "mine.jsonl")
+    assert result.exit_code == 2
+    assert f"cannot be written (No space left on device: {tmp_path}): records need a writable folder" in flat(result.stderr)
+
+
+def test_what_a_stopped_evaluation_left_must_be_a_file(groupwise, tiny_model, problems, tmp_path):
+    (tmp_path / "mine.jsonl.partial").mkdir()
+    result = groupwise("eval", tiny_model, "--data", problems, "--out", tmp_path / "mine.jsonl")
+    assert result.exit_code == 2
+    assert "mine.jsonl.partial' cannot be read (" in flat(result.stderr)
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there/target")
+    for content in (b"first", b"second"):
+        write_bytes(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "there" / "target").read_bytes() == content
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["target"]
 
 
 def test_a_name_as_long_as_a_file_s_may_be_is_written(tmp_path):

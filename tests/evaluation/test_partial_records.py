@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from groupwise.engines.base import SamplingSettings
-from groupwise.errors import DataError
-from groupwise.evaluation import evaluate
+from groupwise.errors import DataError, TrainingError
+from groupwise.evaluation import evaluate, write_records
 from groupwise.evaluation.records import PartialRecords
 from groupwise.types import Completion, Problem, Prompt
 
@@ -87,6 +87,42 @@ def test_a_problem_with_half_its_samples_is_judged_again(tmp_path, cut):
             assert judge(engine, partial).records == whole.records
         assert engine.asked[0] == [str(len(found) // 2)]
     assert len(PartialRecords.read(tmp_path / "p")) == 14
+
+
+def no_room(*args):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_fills_is_one_sentence_and_what_was_judged_before_is_kept(tmp_path, monkeypatch):
+    stopped(tmp_path / "p")
+    before = (tmp_path / "p").read_bytes()
+    partial = PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=1).of("m")
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.evaluation.records.os.fsync", no_room)
+        told = (
+            r"/p' cannot be written \(No space left on device\): free space .* go on with --resume, which keeps what was written"
+        )
+        with pytest.raises(TrainingError, match=told):
+            judge(Adder(), partial)
+        with pytest.raises(TrainingError, match=told):
+            PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=1)
+    assert (tmp_path / "p").read_bytes().startswith(before)
+    whole = judge(Adder(), PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=1).of("m"))
+    assert whole.records == judge(Adder(), None).records
+
+
+@pytest.mark.parametrize(
+    ("left", "remedy"), [(True, r"--resume, since .* is in '.*/all\.jsonl\.partial'"), (False, "write them again")]
+)
+def test_records_that_the_disk_does_not_take_leave_those_that_were_there(tmp_path, monkeypatch, left, remedy):
+    out = tmp_path / "all.jsonl"
+    out.write_text("earlier")
+    if left:
+        stopped(tmp_path / "all.jsonl.partial")
+    monkeypatch.setattr("groupwise.durable.os.fsync", no_room)
+    with pytest.raises(TrainingError, match=rf"all\.jsonl' cannot be written \(No space left on device\): free space .*{remedy}"):
+        write_records(out, [("m", [judge(Adder(), None)])])
+    assert out.read_text() == "earlier"
 
 
 def test_parts_grow_to_four_times_the_first(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -70,6 +72,8 @@ def evaluate(
       groupwise eval both.jsonl
     """
     check_device_map(device_map, num_processes)
+    if out is not None and os.environ.get("RANK", "0") == "0":
+        _check_out(out)
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
     from groupwise.distributed import is_first_process
@@ -107,6 +111,26 @@ def evaluate(
         _print(judged, comparisons, console())
     if unpaired is not None:
         raise unpaired
+
+
+def _check_out(out: Path) -> None:
+    """Raise ConfigError where records cannot be written to ``out``, or would take the place of what is no file; leave nothing."""
+    from groupwise.errors import ConfigError
+
+    remedy = "name another --out FILE.jsonl"
+    if out.exists() and not out.is_file():
+        kind = "a folder" if out.is_dir() else "no regular file"
+        raise ConfigError(f"--out {str(out)!r} is {kind}, and records are written to a file: {remedy}")
+    for path in (out.absolute(), Path(os.path.realpath(out))):  # stopped, they lie beside the link; at the end where it leads to
+        parent = next(folder for folder in path.parents if folder.exists())
+        try:
+            with tempfile.TemporaryFile(dir=parent) as trial:
+                trial.write(b"records")
+        except OSError as error:
+            raise ConfigError(
+                f"--out {str(out)!r} cannot be written ({error.strerror or error}: {parent}): records need a writable folder with free "
+                f"space; {remedy}"
+            ) from error
 
 
 def _models_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from groupwise.durable import write_bytes
 from groupwise.errors import ConfigError, DataError
 from groupwise.evaluation.figures import headline_verdict, holm, paired_comparison
 from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts, with_shots
-from groupwise.evaluation.records import CONDITIONS, PartialRecords, judge_again, read_records
+from groupwise.evaluation.records import CONDITIONS, PartialRecords, judge_again, read_records, told_if_lost
 from groupwise.tracking import Trackers
 from groupwise.tracking.files import json_line
 
@@ -171,7 +172,8 @@ def partial_records(
 
     Raises:
         ConfigError: there is such a file, and ``resume`` is false.
-        DataError: it holds something else, or what this command would lose.
+        DataError: it cannot be read, or holds something else, or what this command would lose.
+        TrainingError: it cannot be written.
     """
     path = partial_path(out)
     found = world.on_rank0(lambda: PartialRecords.read(path if path.exists() or not resume else out))
@@ -187,15 +189,24 @@ def partial_records(
 
 
 def write_records(path: Path, judged: Sequence[Judged]) -> int:
-    """Write one line per completion with all that is needed to judge it again; returns how many. A file of that name is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write one line per completion with all that is needed to judge it again; returns how many. A file of that name is replaced.
+
+    Raises TrainingError where the disk does not take them.
+    """
+    path, partial = Path(os.path.realpath(path)), partial_path(path)
     lines = [
         json_line({"model": model, "mode": evaluation.mode, **evaluation.conditions, **record})
         for model, evaluations in judged
         for evaluation in evaluations
         for record in evaluation.records
     ]
-    write_bytes(path, b"".join(lines))
+    if os.path.exists(partial):  # Path.exists raises where the name is too long with what is added
+        remedy = f"then go on with --resume, since what was judged is in {str(partial)!r}"
+    else:
+        remedy = "then write them again"
+    with told_if_lost(path, remedy):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, b"".join(lines))
     return len(lines)
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from groupwise.data.answers import PLACES, AnswerStyle, answers_equal, ends_in, extract_answer, grade, numeric_value
 from groupwise.durable import write_bytes
-from groupwise.errors import DataError, UncheckedAnswerError
+from groupwise.errors import DataError, TrainingError, UncheckedAnswerError
 from groupwise.rewards.functions import is_well_formed
 from groupwise.tracking.files import json_line
 from groupwise.types import Completion, Prompt
@@ -37,6 +38,7 @@ __all__ = [
     "read_records",
     "references_of",
     "strict_match",
+    "told_if_lost",
     "vote",
 ]
 
@@ -146,6 +148,17 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+@contextmanager
+def told_if_lost(path: Path, remedy: str) -> Iterator[None]:
+    """Raise TrainingError where the disk does not take what is written to ``path``; ``remedy`` is for when it has room again."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"the records {str(path)!r} cannot be written ({error.strerror or error}): free space or make the folder writable, {remedy}"
+        ) from error
+
+
 class PartialRecords:
     """Records of an evaluation under way, in a file: each part is on the disk before the next is sampled, so that a command that was
     stopped can be resumed. A line is one of the file that ``eval --out`` writes at its end.
@@ -164,14 +177,22 @@ class PartialRecords:
             self._begin()  # without a line that a stop has cut
 
     def _begin(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(self.path, b"".join(map(json_line, self.found)))
+        with self._told_if_lost():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(self.path, b"".join(map(json_line, self.found)))
+
+    def _told_if_lost(self) -> AbstractContextManager[None]:
+        return told_if_lost(self.path, "then go on with --resume, which keeps what was written before")
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
         """The records of ``path``, without what a stop has cut: a last line without its end, and a last problem of which samples are
         missing. None where there is no such file. Raises DataError as ``read_records`` does."""
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        found = path.exists()
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace") if found else ""
+        except OSError as error:
+            raise DataError(f"the records {str(path)!r} cannot be read ({error}): move it away, or name another --out") from error
         whole = text[: text.rfind("\n") + 1].splitlines()
         lines = [_parsed(line, f"{path.name} line {number}") for number, line in enumerate(whole, start=1)]
         last = [line for line in lines if all(line[key] == lines[-1][key] for key in ("model", "mode"))]
@@ -220,11 +241,11 @@ class PartialRecords:
         return [{key: value for key, value in line.items() if key not in ("model", "mode", *asked)} for line in lines]
 
     def add(self, mode: str, conditions: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
-        """Append ``records``. Raises OSError where the disk does not take them."""
+        """Append ``records``. Raises TrainingError where the disk does not take them."""
         if self.writes:
             if not self.path.exists():
                 self._begin()
-            with self.path.open("ab") as file:
+            with self._told_if_lost(), self.path.open("ab") as file:
                 file.write(b"".join(json_line({"model": self.model, "mode": mode, **conditions, **record}) for record in records))
                 file.flush()
                 os.fsync(file.fileno())
