@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise.errors import CheckpointError, ConfigError, StoppedError, TrainingError
@@ -315,6 +316,55 @@ def test_the_summary_has_the_evaluations_before_the_stop(small_config, letters, 
     assert [row["stage"] for row in summary["evaluations"]] == ["base", "final"]
     assert [row["stage"] for row in summary["training_evaluations"]] == ["step-2"]
     assert summary["comparison"]["before"] == "base"
+
+
+def half(text):
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[: len(lines) // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("evaluations/base-sampled.jsonl", lambda text: "5\n"),
+        ("evaluations/base-sampled.jsonl", lambda text: "{}\n" * 4),
+        ("evaluations/base-sampled.jsonl", lambda text: text.replace('"strict"', '"strikt"')),
+        ("evaluations/base-sampled.jsonl", half),
+        ("evaluations/base-sampled.jsonl", lambda text: ""),
+        ("trained.json", lambda text: '{"step": 4, "steps_asked": 4, "evaluations": [{}]}'),
+        ("trained.json", lambda text: '{"step": 4, "steps_asked": 4, "evaluations": 5}'),
+    ],
+)
+def test_an_evaluation_that_is_not_whole_is_left_out_which_is_told(small_config, letters, tmp_path, capsys, name, damaged):
+    config = small_config(training={"steps": 4}, evaluation={"problems": 4, "modes": ["sampled"], "at_start": True})
+    folder = go(config, letters, Console(quiet=True), tmp_path / "run").folder
+    state = {"step": 4, "steps_asked": 4, "evaluations": json.loads((folder / "summary.json").read_text())["evaluations"][:1]}
+    (folder / "trained.json").write_text(json.dumps(state))
+    before_its_end(folder)
+    (folder / name).write_text(damaged((folder / name).read_text()))
+    capsys.readouterr()
+    summary = go(config, letters, Console(width=300), folder, resume=True).summary
+    assert [row["stage"] for row in summary["evaluations"]] == ["final"]
+    what = "base (sampled)" if name.startswith("evaluations") else "without a name"
+    assert f"LEFT OUT: the evaluation {what} is not whole in {folder / 'evaluations'} any more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_checkpoints_that_are_no_folder_are_refused_and_nothing_is_cut(small_config, letters, quiet, tmp_path, link):
+    config = small_config(**EVERY)
+    folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)
+    (folder / "trained.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "checkpoints")
+    if link:
+        (folder / "checkpoints").symlink_to(tmp_path / "not_mounted")
+    else:
+        (folder / "checkpoints").touch()
+    for _ in range(2):  # its lock is not kept
+        with pytest.raises(
+            CheckpointError, match="checkpoints is no folder, and a run keeps its checkpoints in one: put it back"
+        ):
+            go(config, letters, quiet, folder, resume=True)
+    assert steps_in(folder) == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

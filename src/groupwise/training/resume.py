@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from groupwise.config.load import build_known
 from groupwise.config.schema import Config
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, DataError
 from groupwise.evaluation import Evaluation
+from groupwise.evaluation.figures import figures
 from groupwise.tracking import RunFolder
 from groupwise.tracking.run_folder import base_name, check_named, ending_of, is_unused
 from groupwise.tracking.text import hide_secrets
@@ -131,7 +133,8 @@ def unfinished_note(recipe: str, root: Path = Path("runs")) -> str | None:
 def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | None, Path | None]:
     """The run's folder, locked, and its newest sound checkpoint; None for what is not there yet.
 
-    Raises CheckpointError when the folder has checkpoints and every one is damaged: starting over is not what was asked for.
+    Raises CheckpointError when the folder has checkpoints and every one is damaged, or where they lay is no folder: starting over is not
+    what was asked for.
     """
     folder = RunFolder.reopen(path)
     if folder is None:
@@ -147,6 +150,11 @@ def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | Non
 
 
 def _newest_of(folder: RunFolder, say: Callable[[str], None]) -> Path | None:
+    if os.path.lexists(folder.checkpoints) and not folder.checkpoints.is_dir():  # a link to a disk that is not there, too
+        raise CheckpointError(
+            f"{folder.checkpoints} is no folder, and a run keeps its checkpoints in one: put it back, or remove what has its name to "
+            "start from the beginning"
+        )
     newest = newest_sound_checkpoint(folder.checkpoints, say)
     if newest is None and any(folder.checkpoints.glob("step-*")):
         raise CheckpointError(
@@ -241,24 +249,32 @@ def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str
         say(f"Changed since the checkpoint: {line}")
 
 
-def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder) -> list[Evaluation]:
-    """The evaluations before the checkpoint, with their records from the run's folder; one without sound records is left out."""
-    names = {f.name for f in fields(Evaluation)} - {"records"}
-    needed = {f.name for f in fields(Evaluation) if f.default is MISSING and f.default_factory is MISSING} - {"records"}
+def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder, say: Callable[[str], None]) -> list[Evaluation]:
+    """The evaluations before the checkpoint, with their records from the run's folder; one without sound records is left out, which
+    ``say`` is told."""
+    rows = state.get("evaluations", [])
     out = []
-    for row in state.get("evaluations", []):
-        path = folder.evaluation_file(row["stage"], row["mode"])
-        if not path.is_file() or not needed <= row.keys():
-            continue
+    for row in rows if isinstance(rows, list) else [rows]:
         try:
-            records = tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        except (ValueError, RecursionError):
-            continue
-        values: dict[str, Any] = {
-            name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names & row.keys()
-        }
-        out.append(Evaluation(**values, records=records))
+            out.append(_earlier_evaluation(row, folder))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, DataError):
+            named = isinstance(row, dict) and {"stage", "mode"} <= row.keys()
+            what = f"{row['stage']} ({row['mode']})" if named else "without a name"
+            say(f"LEFT OUT: the evaluation {what} is not whole in {folder.evaluations} any more, so the summary goes without it")
     return out
+
+
+def _earlier_evaluation(row: Any, folder: RunFolder) -> Evaluation:
+    """Raises, among others, KeyError and TypeError where ``row`` or the records of it have another shape, and ValueError where records
+    are missing."""
+    path = folder.evaluation_file(row["stage"], row["mode"])
+    records = tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    counted = figures(records)  # reads whatever a summary needs of a record
+    if (counted["n"], counted["samples"]) != (row["n"], row.get("samples", 1)):
+        raise ValueError(f"{path} has records of {counted['n']} problems, and {row['n']} were judged")
+    names = {f.name for f in fields(Evaluation)} - {"records"}
+    values: dict[str, Any] = {name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names & row.keys()}
+    return Evaluation(**values, records=records)
 
 
 def _steps_only_extend(config: Config) -> bool:

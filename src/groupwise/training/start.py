@@ -131,7 +131,7 @@ class RunFolderResolver:
             folder.release()
             raise
         opened.append(folder)
-        evaluations = earlier_evaluations(state, folder) if reopened else []
+        evaluations = earlier_evaluations(state, folder, self.said.append) if reopened else []
         return Beginning(
             folder.path, None if trained else checkpoint, evaluations, int(state.get("step", 0)), trained is not None
         )
