@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from groupwise.cli import app
 from groupwise.config import dump_config
+from groupwise.durable import write_bytes
 from groupwise.errors import CheckpointError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_stage
 from groupwise.models.load import save_model
@@ -125,8 +126,52 @@ def test_more_steps_keep_what_there_was_until_its_successor_is_whole(small_confi
     assert differences(whole, folder) == []
 
 
-def no_room(*paths):
+def no_room(*words, **named):
     raise OSError(28, "No space left on device")
+
+
+def no_room_for(*names):
+    """`write_bytes` on a disk that has no room for files of these names."""
+
+    def write(path, content):
+        if path.name in names:
+            no_room()
+        write_bytes(path, content)
+
+    return write
+
+
+def test_more_steps_on_a_full_disk_leave_the_run_as_it_ended(small_config, letters, quiet, tmp_path, monkeypatch):
+    folder = go(small_config(output=CHECKPOINTS), letters, quiet, tmp_path / "run").folder
+    (folder / "trained.json").write_text("{}")
+    before, longer = content(folder), small_config(training={"steps": 4}, output=CHECKPOINTS)
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.training.start.tempfile.TemporaryFile", no_room)
+        for _ in range(2):  # the folder's lock is not kept
+            with pytest.raises(TrainingError, match=r"/run' cannot be written \(No space left on device\): a run needs"):
+                go(longer, letters, quiet, folder, resume=True)
+    assert content(folder) == before
+    assert go(longer, letters, quiet, folder, resume=True).summary["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("tracking.run_folder", "metrics.jsonl"), ("tracking.files", "config.yaml"), ("tracking.files", "environment.json")],
+)
+def test_a_file_that_the_disk_does_not_take_when_a_run_is_resumed(
+    small_config, letters, quiet, tmp_path, monkeypatch, place, name
+):
+    config = small_config(output=CHECKPOINTS)
+    folder = go(config, letters, quiet, tmp_path / "run").folder
+    (folder / "summary.json").unlink()
+    if name == "config.yaml":
+        (folder / "environment.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"groupwise.{place}.write_bytes", no_room_for(name))
+        for _ in range(2):
+            with pytest.raises(TrainingError, match=r"cannot be written \(No space left on device\): a run needs"):
+                go(config, letters, quiet, folder, resume=True)
+    assert go(config, letters, quiet, folder, resume=True).summary["steps"] == 2
 
 
 def test_a_kill_between_two_renames_keeps_the_earlier_model(tmp_path):

@@ -141,11 +141,11 @@ def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | Non
         return None, None
     try:
         newest = _newest_of(folder, say)
-    except CheckpointError:
+        if newest is not None:
+            set_damaged_aside(folder.checkpoints, newest)
+    except (CheckpointError, OSError):
         folder.release()
         raise
-    if newest is not None:
-        set_damaged_aside(folder.checkpoints, newest)
     return folder, newest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -114,7 +115,11 @@ class RunFolderResolver:
         """Find out what the run begins from; the folder itself, locked, goes into ``opened``."""
         folder, checkpoint = None, self.checkpoint
         if self.resumed:
-            folder, checkpoint = continue_in(self.resumed.expanduser(), self.said.append)
+            path = self.resumed.expanduser()
+            try:
+                folder, checkpoint = continue_in(path, self.said.append)
+            except OSError as error:
+                raise RunFolder.lost(path, error) from error
         elif folder_of(self.config, self.run_folder) is None and (note := unfinished_note(self.recipe)):
             self.said.append(note)
         reopened = folder is not None
@@ -127,6 +132,9 @@ class RunFolderResolver:
                 self.reopen(folder, state)
             if not folder.environment.is_file():  # killed right after its settings were written
                 folder.write_start(self.config, self.recipe, None)
+        except OSError as error:
+            folder.release()
+            raise folder.lost(folder.path, error) from error
         except BaseException:
             folder.release()
             raise
@@ -143,6 +151,8 @@ class RunFolderResolver:
                 raise CheckpointError(f"the run in {str(folder.path)!r} has finished meanwhile: there is nothing to resume")
             if not state:
                 raise cannot_continue(folder, ending.steps, self.config)
+        check_room(folder)
+        if ending is not None:  # before `cut_back`, which takes the last evaluations of any other end away
             set_ending_aside(folder, ending.steps)
             self.said.append(f"It had finished after step {ending.steps}; that model stays until the next one is written.")
         if "steps_asked" not in state:
@@ -150,6 +160,13 @@ class RunFolderResolver:
         cut_back(folder, int(state["step"]) if state else None)
         if not state:
             self.said.append(f"{folder.path} holds no checkpoint yet: the run starts from the beginning.")
+
+
+def check_room(folder: RunFolder) -> None:
+    """Raise OSError where the disk has no room for what `cut_back` writes again: the folder is then still as it was."""
+    longest = max((path.stat().st_size for path in (folder.metrics, folder.completions) if path.is_file()), default=0)
+    with tempfile.TemporaryFile(dir=folder.path) as trial:
+        trial.write(bytes(max(longest, 1)))
 
 
 def start(
@@ -237,7 +254,10 @@ def _load_parts(
 def _fast_paths(shape: Any, dtype: torch.dtype, device: torch.device, folder: RunFolder, trackers: Trackers) -> list[Choice]:
     """Those that the run began with, or what is found now; written into its environment, and what is left out is said."""
     choices = check_fast_paths(shape, dtype, device, earlier=folder.read_environment())
-    folder.add_to_environment(**facts(shape, dtype, device, choices))
+    try:
+        folder.add_to_environment(**facts(shape, dtype, device, choices))
+    except OSError as error:
+        raise folder.lost(folder.environment, error) from error
     for choice in choices:
         if choice.notice:
             trackers.say(choice.notice, "yellow")
