@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import tempfile
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -165,8 +166,8 @@ class RunFolderResolver:
 def check_room(folder: RunFolder) -> None:
     """Raise OSError where the disk has no room for what `cut_back` writes again: the folder is then still as it was."""
     longest = max((path.stat().st_size for path in (folder.metrics, folder.completions) if path.is_file()), default=0)
-    with tempfile.TemporaryFile(dir=folder.path) as trial:
-        trial.write(bytes(max(longest, 1)))
+    if shutil.disk_usage(folder.path).free < max(longest, 2**12):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def start(
