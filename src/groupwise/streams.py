@@ -1,4 +1,7 @@
-"""Standard output and error that tolerate a broken pipe: a closed pipe or terminal ends no run, and no command with a traceback."""
+"""Standard output and error that tolerate a broken pipe: a closed pipe or terminal ends no run, and no command with a traceback.
+
+A disk that does not take a command's output is told at its end (`lost_output`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import contextlib
 import errno
 import logging
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-__all__ = ["make_output_safe", "tolerate_broken_pipe"]
+__all__ = ["lost_output", "make_output_safe", "tolerate_broken_pipe"]
 
 logger = logging.getLogger("groupwise")
 
@@ -27,6 +31,8 @@ class BrokenPipeSafe:
         self.lost = False
         self.warns = False
         """Whether to warn when it is lost: in a run, and not in a command that prints a table."""
+        self.failure: str | None = None
+        """Why what a command printed is incomplete; None where nobody was left to read it."""
 
     def write(self, text: str) -> int:
         try:
@@ -42,18 +48,28 @@ class BrokenPipeSafe:
             self.lose(error)
 
     def lose(self, error: OSError) -> None:
-        if error.errno in CLOSED:  # what is buffered goes where everything goes from now on, libraries' own writing included
+        closed = self.is_closed(error)
+        if closed:  # what is buffered goes where everything goes from now on, libraries' own writing included
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.stream.fileno())
                 os.close(nowhere)
         if not self.lost:
             self.lost = True
-            if self.warns:
-                reason = error.strerror or error
+            reason = error.strerror or str(error)
+            if not self.warns:
+                self.failure = None if closed else reason
+            else:
                 logger.warning(
                     "%s cannot be written (%s): the run goes on, and its folder has every number", NAMES[self.name], reason
                 )
+
+    def is_closed(self, error: OSError) -> bool:
+        """Whether the reader is gone. A file has none: what fails there is the disk."""
+        try:
+            return error.errno in CLOSED and not stat.S_ISREG(os.fstat(self.stream.fileno()).st_mode)
+        except (OSError, ValueError):  # no stream of the system's
+            return True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -67,6 +83,15 @@ def make_output_safe() -> None:
             setattr(sys, name, BrokenPipeSafe(stream, name))
 
 
+def lost_output() -> str | None:
+    """Why standard output did not take all that a command printed, after flushing it; None where it did, or where its reader is gone."""
+    stream = sys.stdout
+    if not isinstance(stream, BrokenPipeSafe):
+        return None
+    stream.flush()
+    return stream.failure
+
+
 @contextlib.contextmanager
 def tolerate_broken_pipe() -> Iterator[None]:
     """Replace ``sys.stdout`` and ``sys.stderr`` for a while, and warn once if one of them is lost."""
@@ -76,6 +101,8 @@ def tolerate_broken_pipe() -> Iterator[None]:
     warned = {name: stream.warns for name, stream in made.items()}
     for stream in made.values():
         stream.warns = True
+        if stream.failure:  # a run comes to its end all the same, and warns of it
+            stream.lost, stream.failure = False, None
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
-"""Output whose reader goes away: a run goes on, and a command ends without a word."""
+"""Output whose reader goes away: a run goes on, and a command ends without a word. A full disk is told."""
 
+import errno
 import io
 import os
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from groupwise.streams import tolerate_broken_pipe
+from groupwise.streams import BrokenPipeSafe, lost_output, tolerate_broken_pipe
 from groupwise.tracking import ConsoleTracker, Trackers
 from tests.warm import python
 
@@ -38,6 +39,54 @@ def test_what_cannot_be_written_is_dropped_and_told_once(monkeypatch, caplog):
     assert (
         record.getMessage() == "standard output cannot be written (Broken pipe): the run goes on, and its folder has every number"
     )
+
+
+class Failing(io.StringIO):
+    """A file or a terminal that takes nothing, for the reason ``number``."""
+
+    def __init__(self, number, descriptor=None):
+        super().__init__()
+        self.number, self.descriptor = number, descriptor
+
+    def write(self, text=""):
+        raise OSError(self.number, os.strerror(self.number))
+
+    flush = write
+
+    def fileno(self):
+        return super().fileno() if self.descriptor is None else self.descriptor
+
+
+def test_on_a_full_disk_a_command_s_output_is_incomplete_and_a_run_only_warns(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stdout", BrokenPipeSafe(Failing(errno.ENOSPC), "stdout"))
+    print("before the run")
+    assert lost_output() == "No space left on device"
+    with tolerate_broken_pipe():
+        print("in the run")
+    print("after it")
+    assert lost_output() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "standard output cannot be written (No space left on device): the run goes on, and its folder has every number"
+    ]
+
+
+def test_a_broken_disk_is_told_from_a_terminal_that_was_closed(monkeypatch, tmp_path):
+    """The system says the same of both."""
+    with (tmp_path / "out").open("w") as file:
+        for descriptor, lost in ((file.fileno(), "Input/output error"), (None, None)):
+            monkeypatch.setattr(sys, "stdout", BrokenPipeSafe(Failing(errno.EIO, descriptor), "stdout"))
+            print("one")
+            assert lost_output() == lost
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_command_whose_output_finds_no_room_says_so_and_exits_with_1():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "groupwise", "recipes", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    said = "groupwise: standard output cannot be written (No space left on device): what was printed is incomplete\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_other_mistakes_are_not_swallowed(monkeypatch):

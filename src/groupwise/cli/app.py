@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from groupwise.cli import configuration, data, evaluate, models, plan, runs, train
 from groupwise.errors import GroupwiseError
-from groupwise.streams import make_output_safe
+from groupwise.streams import lost_output, make_output_safe
 
 __all__ = ["app", "main"]
 
@@ -152,4 +152,10 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     make_output_safe()  # `groupwise train ... | head` trains to the end
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if (reason := lost_output()) is None:
+            raise
+        typer.echo(f"groupwise: standard output cannot be written ({reason}): what was printed is incomplete", err=True)
+        raise SystemExit(end.code or 1) from None
