@@ -149,6 +149,24 @@ def test_ctrl_c_exits_with_130(groupwise, monkeypatch):
     assert "stopped" in result.stderr
 
 
+@pytest.mark.parametrize("command", [["doctor"], ["report"], ["data", "inspect"], ["train", "quickstart", "--run-folder"]])
+def test_the_home_of_nobody_is_named(groupwise, command):
+    result = groupwise(*command, "~nobody-of-that-name/x")
+    said = (
+        "'~nobody-of-that-name/x' cannot be found, since no home folder of '~nobody-of-that-name' is known: write the whole path"
+    )
+    assert (result.exit_code, result.stderr) == (2, f"groupwise: {said}\n")
+
+
+def test_a_mistake_of_our_own_is_not_taken_for_a_missing_home(groupwise, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("groupwise.config.load_config", broken)
+    with pytest.raises(RuntimeError, match="home directory"):
+        groupwise("train", "quickstart")
+
+
 def test_a_training_error_exits_with_its_own_code(groupwise, monkeypatch):
     from groupwise.errors import TrainingError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,7 +36,8 @@ Any setting can be changed on the way, as in: groupwise train quickstart trainin
 class Door(TyperGroup):
     """Lets a user's mistake leave as one sentence and its exit code, and Ctrl-C as 130; GROUPWISE_DEBUG=1 shows the traceback.
 
-    A name that no file may have is told here, since every command looks for files of names that it is given.
+    A name that no file may have, and a home folder that nobody has, are told here, since every command looks for files of names that
+    it is given.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -56,6 +58,15 @@ class Door(TyperGroup):
             length = len(os.fsencode(name))
             typer.echo(f"groupwise: the name '{name[:40]}...' of {length} bytes is too long for a file: shorten it", err=True)
             raise typer.Exit(2) from None
+        except RuntimeError as error:
+            if (path := _of_nobody(error)) is None or os.environ.get("GROUPWISE_DEBUG") == "1":
+                raise
+            home = path.partition(os.sep)[0]
+            typer.echo(
+                f"groupwise: {path!r} cannot be found, since no home folder of {home!r} is known: write the whole path",
+                err=True,
+            )
+            raise typer.Exit(2) from None
         except Exception as error:
             if (
                 type(error).__name__ != "NoSuchOption" or (written := _as_setting(error)) is None
@@ -67,6 +78,17 @@ class Door(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("\ngroupwise: stopped", err=True)
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _of_nobody(error: RuntimeError) -> str | None:
+    """The path whose `~name` is nobody's, where ``error`` is pathlib's of that; its message does not name it."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    frame = last.tb_frame if last is not None else None
+    if frame is None or frame.f_code is not Path.expanduser.__code__:
+        return None
+    return str(frame.f_locals["self"])
 
 
 def _as_setting(error: Any) -> str | None:
