@@ -88,6 +88,13 @@ def test_recipes_are_listed_for_people_and_for_programs(groupwise):
     assert "\\boxed{}" in shown
 
 
+def test_a_width_of_0_is_not_taken_at_its_word(groupwise, monkeypatch):
+    for columns in ("0", "00"):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown = groupwise("recipes").stdout
+        assert all(recipe.name in shown for recipe in recipes())
+
+
 def test_config_explains_every_setting(groupwise):
     assert [row["path"] for row in json.loads(groupwise("config", "--json").stdout)] == [doc.path for doc in explain()]
     shown = groupwise("config").stdout

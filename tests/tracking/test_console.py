@@ -7,6 +7,7 @@ import types
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from groupwise.config.schema import Config
 from groupwise.evaluation import build_summary, evaluate_stage
@@ -439,3 +440,9 @@ def test_a_notebook_is_not_written_anew_more_than_twice_a_second_by_progress(not
             now[0] += 0.001
             bar.advance(1)
     assert len(notebook[0]) <= 10 / 0.5 + 4
+
+
+def test_a_width_of_0_is_not_taken_at_its_word(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "0")
+    ConsoleTracker().print(Text("step 1"))
+    assert capsys.readouterr().out == "step 1\n"

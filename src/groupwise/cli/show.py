@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from groupwise.tracking.console import own_width
 from groupwise.tracking.files import json_text
 from groupwise.tracking.text import harmless, visible_character
 
@@ -15,7 +16,7 @@ __all__ = ["console", "print_json", "print_notes", "table"]
 
 
 def console(stderr: bool = False, quiet: bool = False) -> Console:
-    return Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=quiet)
+    return Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=quiet, width=own_width())
 
 
 def print_json(value: object) -> None:

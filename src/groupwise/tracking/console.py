@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,9 +31,16 @@ from groupwise.tracking.tables import (
 from groupwise.tracking.text import hide_secrets_in_text, visible
 from groupwise.types import Group
 
-__all__ = ["ConsoleTracker", "LiveDisplay", "NotebookDisplay", "Phase"]
+__all__ = ["ConsoleTracker", "LiveDisplay", "NotebookDisplay", "Phase", "own_width"]
 
 ASCII = str.maketrans({"±": "+-", "→": "->", "▁": " "})
+
+
+def own_width() -> int | None:
+    """The width of a console where ``COLUMNS`` is 0, as some terminals and CI systems set it: rich would print nothing. None leaves it to
+    rich."""
+    columns = os.environ.get("COLUMNS", "")
+    return shutil.get_terminal_size().columns if columns and not columns.strip("0") else None
 
 
 class ConsoleTracker:
@@ -51,7 +60,7 @@ class ConsoleTracker:
         every_s: float = 60.0,
         judged: str | None = None,
     ) -> None:
-        self.console = console or Console()
+        self.console = console or Console(width=own_width())
         self.show, self.judged = show, judged
         self.display = LiveDisplay(self.console, self.text)
         redraws = self.display.notebook is not None or (self.console.is_terminal and not self.console.is_dumb_terminal)
