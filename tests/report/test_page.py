@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import zlib
 from array import array
@@ -304,6 +305,9 @@ def test_only_a_report_is_written_over(tmp_path):
     assert notes.read_text() == "mine"
     with pytest.raises(ConfigError, match="is a folder"):
         write_report([folder], tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe' is a pipe or a device"):
+        write_report([folder], tmp_path / "pipe")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report([folder], tmp_path / "nowhere" / "report.html")
 

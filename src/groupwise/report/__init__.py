@@ -62,6 +62,8 @@ def check_target(path: Path) -> None:
         raise ConfigError(f"the report {str(path)!r} is a folder: name a file with --out")
     if not path.exists():
         return
+    if not path.is_file():  # reading a pipe would wait for ever
+        raise ConfigError(f"the report {str(path)!r} is a pipe or a device: name a file with --out")
     with path.open("rb") as file:
         ours = f'name="generator" content="{GENERATOR}"'.encode() in file.read(HEAD_BYTES)
     if not ours:
