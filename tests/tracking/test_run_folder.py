@@ -59,6 +59,50 @@ def test_a_file_in_its_place_is_named(tmp_path):
         RunFolder.create(Config(), tmp_path / "run", "x")
 
 
+def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path):
+    for name in (b"r\xff", b"r\xff/run"):
+        with pytest.raises(ConfigError, match=r"udcff.*not UTF-8.*output\.folder"):
+            RunFolder.create(Config(), tmp_path / os.fsdecode(name), "x")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["", '{"id": "ab', "[]", "null", "[" * 100_000, None])
+def test_a_run_goes_on_without_what_a_damaged_environment_said(tmp_path, content):
+    RunFolder.create(Config(), tmp_path / "run", "x").release()
+    folder = RunFolder.reopen(tmp_path / "run")
+    assert folder is not None
+    folder.environment.unlink() if content is None else folder.environment.write_text(content)
+    assert folder.read_environment() == {}
+    assert len(folder.tracking_id) == 12
+    folder.add_to_environment(kernels=["one"])
+    assert json.loads(folder.environment.read_text()) == {"kernels": ["one"]}
+
+
+def test_two_runs_with_damaged_environments_are_two_runs_to_a_service(tmp_path):
+    assert RunFolder(tmp_path / "a").tracking_id != RunFolder(tmp_path / "b").tracking_id
+
+
+def test_what_stands_in_a_place_of_the_run_s_own_is_named(tmp_path):
+    for name, said in (
+        ("evaluations", "evaluations' cannot be written.*File exists"),
+        ("environment.json", "json'.*Is a directory"),
+    ):
+        folder = RunFolder.create(Config(), tmp_path / name / "run", "x")
+        folder.release()
+        if name == "evaluations":
+            folder.evaluations.rmdir()
+            folder.evaluations.write_text("")
+        else:
+            folder.environment.unlink()
+            folder.environment.mkdir()
+            assert folder.read_environment() == {}
+            with pytest.raises(TrainingError, match=said):
+                folder.add_to_environment(kernels=[])
+        for _ in range(2):  # the lock is let go
+            with pytest.raises(TrainingError, match=said):
+                RunFolder.reopen(folder.path)
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written.*writable"):

@@ -5,6 +5,7 @@ A run that resumes is taken back to a step first (`cut_back`), so that nothing i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -120,7 +121,8 @@ class RunFolder:
         """The folder of a run that began before, locked; None where there is none yet.
 
         Raises:
-            ConfigError: another run is going on in it, or it is not a run's folder or cannot be written.
+            ConfigError: another run is going on in it, or it is not a run's folder.
+            TrainingError: it cannot be written.
         """
         if not path.is_dir() or is_unused(path):
             return None
@@ -129,10 +131,16 @@ class RunFolder:
         if not os.access(path, os.W_OK):
             raise folder.lost(path, PermissionError(13, "Permission denied"))
         folder.lock()
-        if (path / EARLIER_MODEL).is_dir() and not folder.final_model.exists():  # killed between two renames
-            os.rename(path / EARLIER_MODEL, folder.final_model)
-        clear_leftovers(path)
-        folder.evaluations.mkdir(exist_ok=True)
+        try:
+            if (path / EARLIER_MODEL).is_dir() and not folder.final_model.exists():  # killed between two renames
+                os.rename(path / EARLIER_MODEL, folder.final_model)
+            clear_leftovers(path)
+            folder.evaluations.mkdir(exist_ok=True)
+            if folder.environment.is_dir():  # told before the run goes on, which writes it
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder.environment))
+        except OSError as error:
+            folder.release()
+            raise folder.lost(Path(error.filename or path), error) from error
         return folder
 
     @classmethod
@@ -184,19 +192,30 @@ class RunFolder:
         write_json(self.environment, {**about, **describe_environment(command)})
 
     def add_to_environment(self, **facts: object) -> None:
-        """Add what was found out after the run had begun."""
-        write_json(self.environment, {**self.read_environment(), **facts})
+        """Add what was found out after the run had begun.
+
+        Raises:
+            TrainingError: the disk does not take it.
+        """
+        try:
+            write_json(self.environment, {**self.read_environment(), **facts})
+        except OSError as error:
+            raise self.lost(self.environment, error) from error
 
     def read_environment(self) -> dict[str, Any]:
-        """What ``write_start`` and ``add_to_environment`` wrote."""
-        found: dict[str, Any] = json.loads(self.environment.read_bytes())
-        return found
+        """What ``write_start`` and ``add_to_environment`` wrote; nothing where the file is damaged: no run needs it to go on."""
+        try:
+            found = json.loads(self.environment.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @property
     def tracking_id(self) -> str:
         """The name by which a tracking service recognises this run when it is resumed."""
         environment = self.read_environment()
-        return str(environment.get("id") or hashlib.sha256(str(environment.get("started")).encode()).hexdigest()[:12])
+        instead = environment.get("started") or self.path.absolute()  # no two runs share a damaged file's
+        return str(environment.get("id") or hashlib.sha256(os.fsencode(str(instead))).hexdigest()[:12])
 
     @property
     def config(self) -> Path:
@@ -317,6 +336,13 @@ def make_named(path: Path) -> Path:
 
 def check_named(path: Path) -> None:
     """Raise ConfigError for a folder that a new run cannot have; leave nothing."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # the tokenizer's library writes to no such path, which would show when the run is over
+        raise ConfigError(
+            f"the run's folder {str(path)!r} has a name that is not UTF-8, and no model can be saved there: name another with "
+            "--run-folder PATH (the setting is output.folder)"
+        ) from None
     if path.exists() and not path.is_dir():
         raise ConfigError(
             f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with --run-folder PATH "
