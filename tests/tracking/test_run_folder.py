@@ -59,11 +59,18 @@ def test_a_file_in_its_place_is_named(tmp_path):
         RunFolder.create(Config(), tmp_path / "run", "x")
 
 
-def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path):
+def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     for name in (b"r\xff", b"r\xff/run"):
         with pytest.raises(ConfigError, match=r"udcff.*not UTF-8.*output\.folder"):
             RunFolder.create(Config(), tmp_path / os.fsdecode(name), "x")
     assert os.listdir(tmp_path) == []
+    place = tmp_path / os.fsdecode(b"r\xff")
+    place.mkdir()
+    monkeypatch.chdir(place)
+    for path in (None, Path("run")):  # the library makes it absolute
+        with pytest.raises(ConfigError, match="not UTF-8"):
+            RunFolder.create(Config(), path, "x")
+    assert os.listdir(place) == []
 
 
 @pytest.mark.parametrize("content", ["", '{"id": "ab', "[]", "null", "[" * 100_000, None])

@@ -336,13 +336,7 @@ def make_named(path: Path) -> Path:
 
 def check_named(path: Path) -> None:
     """Raise ConfigError for a folder that a new run cannot have; leave nothing."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:  # the tokenizer's library writes to no such path, which would show when the run is over
-        raise ConfigError(
-            f"the run's folder {str(path)!r} has a name that is not UTF-8, and no model can be saved there: name another with "
-            "--run-folder PATH (the setting is output.folder)"
-        ) from None
+    check_is_utf8(path)
     if path.exists() and not path.is_dir():
         raise ConfigError(
             f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with --run-folder PATH "
@@ -368,6 +362,17 @@ def check_named(path: Path) -> None:
             f"the run's folder {str(path)!r} cannot be written ({error.strerror}: {parent}): a run needs a writable folder with free "
             "space; name another with --run-folder PATH (the setting is output.folder)"
         ) from error
+
+
+def check_is_utf8(path: Path) -> None:
+    """Raise ConfigError where the tokenizer's library could not save to ``path``, which would show only when the run is over."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"the run's folder {str(path.absolute())!r} is not UTF-8, and no model can be saved there: name another with "
+            "--run-folder PATH (the setting is output.folder)"
+        ) from None
 
 
 def is_unused(path: Path) -> bool:
@@ -396,6 +401,7 @@ def clear_leftovers(path: Path) -> None:
 
 def make_default(recipe_name: str) -> Path:
     """``runs/<recipe>-<date>-<time>``; two runs that start within one second get ``-2``, ``-3`` and so on."""
+    check_is_utf8(Path("runs"))
     base = f"{base_name(recipe_name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     attempt = 1
     while True:
