@@ -17,6 +17,7 @@ from groupwise.distributed import open_world
 from groupwise.models.load import resolve_device
 from groupwise.rewards.load import Rewards
 from groupwise.streams import tolerate_broken_pipe
+from groupwise.tracking.console import own_width
 from groupwise.tracking.results import RunResult
 from groupwise.training.run import StepReport
 from groupwise.training.setup import Prepared
@@ -62,7 +63,7 @@ def train(
     ``StoppedError`` when SIGTERM, SIGHUP or Ctrl-C ended it, after saving.
     """
     run_folder = None if run_folder is None else Path(run_folder)
-    on_cpu, console = resolve_device(config.model.device).type == "cpu", console or Console()
+    on_cpu, console = resolve_device(config.model.device).type == "cpu", console or Console(width=own_width())
     with open_world(on_cpu, config.training.process_timeout_s) as world:
         if resume and (finished := world.on_rank0(lambda: finished_run(config, run_folder, console, rewards))):
             return RunResult(*finished)

@@ -255,10 +255,7 @@ def _load_parts(
 def _fast_paths(shape: Any, dtype: torch.dtype, device: torch.device, folder: RunFolder, trackers: Trackers) -> list[Choice]:
     """Those that the run began with, or what is found now; written into its environment, and what is left out is said."""
     choices = check_fast_paths(shape, dtype, device, earlier=folder.read_environment())
-    try:
-        folder.add_to_environment(**facts(shape, dtype, device, choices))
-    except OSError as error:
-        raise folder.lost(folder.environment, error) from error
+    folder.add_to_environment(**facts(shape, dtype, device, choices))
     for choice in choices:
         if choice.notice:
             trackers.say(choice.notice, "yellow")

@@ -33,6 +33,7 @@ from groupwise.distributed import World, together
 from groupwise.errors import ConfigError
 from groupwise.models.adapters import KeepsAdapter
 from groupwise.models.load import Policy
+from groupwise.tracking.console import own_width
 from groupwise.training.learner import Learner
 from groupwise.trl import checkpoint as checkpoints
 from groupwise.trl.arguments import ARGUMENTS
@@ -129,7 +130,7 @@ class CompletionLog:
             table.add_column(name)
         for row in list(zip(*self.columns.values(), strict=True))[: self.limit]:
             table.add_row(*(Text(_shown(value)) for value in row))
-        Console().print(table)
+        Console(width=own_width()).print(table)
 
 
 def _plain(text: Any) -> Any:
