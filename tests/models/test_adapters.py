@@ -17,6 +17,7 @@ from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ModelError
 from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of, why_not_mergeable
 from groupwise.models.load import Policy, save_model
+from groupwise.models.quantised import store_in_16_bits
 from groupwise.models.scorer import make_reference, make_scorer
 from groupwise.training.learner import BatchPass, Learner
 from groupwise.types import Completion, Group, Problem, Prompt
@@ -388,6 +389,19 @@ def test_a_base_in_bf16_numbers_is_stored_in_16_bits_and_computes_the_same_in_fp
         n for n, _ in layers.named_parameters() if n == "0.mlp.up_proj.weight" or (".bias" in n and "proj" in n)
     }
     assert make_scorer(policy, config.model).module is base_module(policy.model), "it is covered as before"
+
+
+def test_a_base_that_the_module_learns_on_stays_as_it_is(tiny_llama):
+    """With dropout the module computes the passes, and the sampler merges: it would widen each weight in every pass."""
+    policy, config = adapted(tiny_llama().to(torch.bfloat16).float(), dropout=0.1), settings()
+    scorer = make_scorer(policy, config.model)
+    sampler = make_engine(policy, config.rollout, scorer)
+    assert isinstance(sampler, BuiltinEngine)
+    assert not any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
+    layer = torch.nn.Linear(4, 4)
+    assert not store_in_16_bits(layer), "what learns is no frozen weight"
+    layer.weight.data.zero_()
+    assert store_in_16_bits(layer.requires_grad_(False))
 
 
 def test_an_engine_of_its_own_stores_an_adapted_base_in_16_bits_too(tiny_llama):

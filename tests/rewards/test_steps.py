@@ -142,6 +142,9 @@ def test_each_steps_reward_is_normalised_and_clipped():
         (StepRewards([1.0], [3], "words"), "steps in the unit 'words'"),
         ([(2, float("inf"))], "a step reward of inf instead of a finite number"),
         ([(2, "1")], "a step reward of '1' instead of a finite number"),
+        ([(2, np.float16("inf"))], r"a step reward of .*inf.* instead of a finite number of at most 1e\+12"),
+        ([(2, 10**400)], "a step reward of 1000.* instead of a finite number"),
+        (StepRewards(0.5, 3), "steps of 0.5 and 3 instead of two lists"),
         ([(2.5, 1.0)], r"a step that ends at 2.5 instead of a whole number of characters"),
     ],
 )

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -147,7 +146,7 @@ def test_more_steps_on_a_full_disk_leave_the_run_as_it_ended(small_config, lette
     (folder / "trained.json").write_text("{}")
     before, longer = content(folder), small_config(training={"steps": 4}, output=CHECKPOINTS)
     with monkeypatch.context() as patch:
-        patch.setattr("groupwise.training.start.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        patch.setattr("groupwise.training.start.os.posix_fallocate", no_room)
         for _ in range(2):  # the folder's lock is not kept
             with pytest.raises(TrainingError, match=r"/run' cannot be written \(No space left on device\): a run needs"):
                 go(longer, letters, quiet, folder, resume=True)

@@ -84,7 +84,8 @@ def make_engine(
         for choice in check_fast_paths(policy.model.config, policy.model.dtype, policy.model.device):
             if choice.notice:
                 logger.warning(choice.notice)
-        scorer = MergedDecoder(policy.model) if frozen else Decoder(policy.model, trainable=False)
-        if isinstance(scorer, MergedDecoder) and scorer.device.type == "cpu":
-            scorer.store_in_16_bits()
+        own = MergedDecoder(policy.model) if frozen else Decoder(policy.model, trainable=False)
+        if isinstance(own, MergedDecoder) and own.device.type == "cpu" and scorer is None:  # else the model's module learns
+            own.store_in_16_bits()
+        scorer = own
     return BuiltinEngine(scorer, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)

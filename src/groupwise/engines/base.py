@@ -19,7 +19,7 @@ __all__ = ["COLDEST", "Engine", "Progress", "SampleRequest", "SamplingSettings",
 
 
 COLDEST = 1e-6
-"""A temperature below it is 0, which takes the likeliest token: logits divided by as little leave fp32."""
+"""The lowest temperature: logits divided by less leave fp32. Who is asked for a lower one in a chat takes the likeliest token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ __all__ = [
     "merged",
     "merged_state",
     "peft_config_of",
+    "require_peft",
     "why_not_mergeable",
 ]
 
@@ -67,7 +68,7 @@ def base_module(model: Any) -> Any:
 
 def peft_config_of(config: LoraConfig) -> Any:
     """``model.lora`` as peft's own config."""
-    return _peft().LoraConfig(
+    return require_peft().LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
@@ -82,7 +83,7 @@ def attach(model: Any, peft_config: Any, seed: int = 0) -> Any:
     Raises ModelError where peft is missing, the model has an adapter already, peft refuses the config, or it adapts one of two ends that
     are one tensor.
     """
-    peft = _peft()
+    peft = require_peft()
     if not isinstance(peft_config, peft.PeftConfig):
         raise ModelError(f"peft_config is a {type(peft_config).__name__}, but it must be one of peft's, such as peft.LoraConfig")
     if is_adapted(model):
@@ -112,7 +113,7 @@ def load_adapter(model: Any, folder: Path) -> None:
     """Overwrite the adapter's weights by those that ``model.save_pretrained(folder)`` wrote."""
     from safetensors.torch import load_file
 
-    peft = _peft()
+    peft = require_peft()
     loaded = peft.set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
     if loaded.unexpected_keys:
         raise ModelError(f"the adapter in {folder} has {loaded.unexpected_keys[0]}, which this one lacks: use the same settings")
@@ -120,7 +121,7 @@ def load_adapter(model: Any, folder: Path) -> None:
 
 def load_trained(policy: Any, folder: Path) -> Any:
     """``policy`` with the adapter that peft's ``save_pretrained`` wrote into ``folder``. Raises ModelError where it does not fit."""
-    peft = _peft()
+    peft = require_peft()
     try:
         model = peft.PeftModel.from_pretrained(policy.model, folder)
     except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -356,7 +357,7 @@ def _dense(model: Any) -> Any:
         owner = model.get_submodule(place)
         setattr(owner, own, plain)
         if is_adapted_layer(owner):
-            owner.__class__ = _peft().tuners.lora.layer.Linear
+            owner.__class__ = require_peft().tuners.lora.layer.Linear
             owner.fan_in_fan_out = owner.is_target_conv_1d_layer = False
     for part in (model, base_module(model)):
         part.config.__dict__.pop("quantization_config", None)
@@ -403,7 +404,8 @@ def _layers(model: Any) -> list[Any]:
     return [m for m in model.modules() if is_adapted_layer(m)]
 
 
-def _peft() -> Any:
+def require_peft() -> Any:
+    """The package peft. Raises ModelError where it is missing."""
     quieten_bitsandbytes()  # which peft imports where it is installed
     try:
         import peft

@@ -24,7 +24,16 @@ from transformers.utils import is_flash_attn_2_available
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.memory import blocks_of_their_own, own_memory
-from groupwise.models.adapters import attach, base_module, is_adapted, merged, merged_state, peft_config_of, why_not_mergeable
+from groupwise.models.adapters import (
+    attach,
+    base_module,
+    is_adapted,
+    merged,
+    merged_state,
+    peft_config_of,
+    require_peft,
+    why_not_mergeable,
+)
 from groupwise.models.devices import check_device_map, device_map_arguments, input_device, remove_with, with_dtype
 from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
 from groupwise.models.families import FAMILIES
@@ -113,6 +122,8 @@ def check_adapter(config: ModelConfig) -> None:
     """Raise ModelError where ``model.lora`` names a layer that the model lacks: peft leaves such names out without a word, unless no name
     is left. Reads no weights."""
     targets = "all-linear" if config.lora is None else config.lora.target_modules
+    if config.lora is not None:
+        require_peft()
     if targets == "all-linear":
         return
     modules = [(n, m) for n, m in _without_weights(with_dtype(config), None).named_modules() if hasattr(m, "weight")]

@@ -114,7 +114,7 @@ def _from_4_bits(weight: Any) -> Tensor:
 def multiply_dequantised(model: Any) -> Any:
     """Let the quantised layers of ``model`` multiply with dequantised weights, and return it. Repeating it changes nothing."""
     for layer in quantised_layers(model):
-        if type(layer) not in _PLAIN.values():
+        if type(layer) not in _PLAIN.values() and not isinstance(layer, _In16Bits):
             if type(layer) not in _PLAIN:
                 _PLAIN[type(layer)] = type(type(layer).__name__, (type(layer),), {"forward": _forward})
             layer.__class__ = _PLAIN[type(layer)]
@@ -149,7 +149,7 @@ class _In16Bits(nn.Linear):
 @torch.no_grad()
 def store_in_16_bits(layer: Any) -> bool:
     """Hold the weight of a frozen linear layer in fp32 in bf16 from now on, if that changes no number of it. Returns whether."""
-    if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
+    if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32 or layer.weight.requires_grad:
         return False
     narrow = layer.weight.bfloat16()
     if not torch.equal(narrow.float(), layer.weight):

@@ -289,6 +289,6 @@ def _critic(critic: Setup) -> list[Item]:
     weights = _weights(critic).bytes + (4 * critic.trained if critic.adapted else 0)
     learnt = sum(item.bytes for item in _optimiser(critic))
     return [
-        Item("critic's weights", weights, "s P of the critic (+ 4 A with an adapter)"),
+        Item("critic's weights", weights, "as the policy's weights (+ 4 A with an adapter)"),
         Item("critic's optimiser", learnt, "as the policy's: masters and moments"),
     ]

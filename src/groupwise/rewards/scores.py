@@ -81,7 +81,10 @@ def _read_steps(score: object) -> StepRewards | str | None:
 
 def _is_sound(number: numbers.Real) -> bool:
     """Finite, and no larger than what advantages can be made of."""
-    return bool(abs(cast(float, number)) <= LARGEST_REWARD)  # also of a whole number with hundreds of digits, which is no float
+    try:
+        return abs(float(number)) <= LARGEST_REWARD
+    except OverflowError:  # a whole number with hundreds of digits
+        return False
 
 
 def to_token_steps(steps: StepRewards, completion: Completion, decode: Decode | None) -> list[tuple[int, float]] | str:

@@ -58,8 +58,10 @@ class Ask:
     """Those that the model may call; they run at the client's."""
     must_call: bool
     """Whether the turn is to begin as a call does."""
+    limit: int | None
+    """Tokens of an answer at most; None where the client names none."""
     settings: SamplingSettings
-    """``max_tokens`` is 0 where the client names none."""
+    """``max_tokens`` is for whoever answers to set, by ``limit`` and the room that there is."""
     choices: int
     stop: tuple[str, ...]
     seed: int | None
@@ -93,8 +95,9 @@ def _read(body: object) -> Ask:
         raise Refused(
             'stream_options may hold "include_usage" alone, and only where "stream" is true: leave it out', "stream_options"
         )
+    limit = _max_tokens(values)
     settings = SamplingSettings(
-        max_tokens=_max_tokens(values), temperature=1.0 if temperature < COLDEST else temperature, greedy=temperature < COLDEST,
+        max_tokens=limit or 1, temperature=1.0 if temperature < COLDEST else temperature, greedy=temperature < COLDEST,
         top_p=_number(values, "top_p", 1.0, 1e-6, 1.0),
     )  # fmt: skip
     tools = _tools(values.get("tools", []))
@@ -102,7 +105,8 @@ def _read(body: object) -> Ask:
         raise Refused('tool_choice is "required", but there are no tools', "tool_choice")
     return Ask(
         model=_text(values, "model"), messages=_messages(values.get("messages")),
-        tools=() if values.get("tool_choice") == "none" else tools, must_call=values.get("tool_choice") == "required", settings=settings,
+        tools=() if values.get("tool_choice") == "none" else tools,
+        must_call=values.get("tool_choice") == "required", limit=limit, settings=settings,
         choices=_whole(values, "n", 1, 1, MOST_CHOICES), stop=_stops(values.get("stop", ())),
         seed=_whole(values, "seed", 0, -(2**63), 2**63 - 1) if "seed" in values else None, logprobs=_flag(values, "logprobs"),
         stream=stream, stream_usage=_flag(options, "include_usage"),
@@ -141,11 +145,11 @@ def _text(values: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _max_tokens(values: Mapping[str, Any]) -> int:
+def _max_tokens(values: Mapping[str, Any]) -> int | None:
     given = {name: _whole(values, name, 1, 1, 2**31) for name in ("max_completion_tokens", "max_tokens") if name in values}
     if len(set(given.values())) > 1:
         raise Refused("max_tokens and max_completion_tokens are two names of one limit, and differ: give one", "max_tokens")
-    return next(iter(given.values()), 0)
+    return next(iter(given.values()), None)
 
 
 def _stops(given: object) -> tuple[str, ...]:

@@ -247,7 +247,7 @@ class Sampler:
 
 def _kind(choice: Choice) -> SamplingSettings:
     """Choices of one kind can be sampled together."""
-    return replace(choice.settings, max_tokens=0)
+    return replace(choice.settings, max_tokens=1)
 
 
 def _positions(choices: Sequence[Choice]) -> int:

@@ -105,7 +105,7 @@ class Service:
                 "messages", code="context_length_exceeded",
             )  # fmt: skip
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
-        settings = replace(ask.settings, max_tokens=min(ask.settings.max_tokens or self.max_tokens, room))
+        settings = replace(ask.settings, max_tokens=min(ask.limit or self.max_tokens, room))
         news: queue.SimpleQueue[None] = queue.SimpleQueue()
         tell = partial(news.put, None)
         follow = ask.stream or bool(ask.stop)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -166,8 +165,11 @@ class RunFolderResolver:
 def check_room(folder: RunFolder) -> None:
     """Raise OSError where the disk has no room for what `cut_back` writes again: the folder is then still as it was."""
     longest = max((path.stat().st_size for path in (folder.metrics, folder.completions) if path.is_file()), default=0)
-    if shutil.disk_usage(folder.path).free < max(longest, 2**12):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with tempfile.TemporaryFile(dir=folder.path) as trial:
+        trial.write(b"room")
+        trial.flush()
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(trial.fileno(), 0, max(longest, 1))
 
 
 def start(

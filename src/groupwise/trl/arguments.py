@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from groupwise.engines.base import COLDEST
+
 __all__ = ["ARGUMENTS", "REMOVED", "RULES", "Argument", "Fate", "render_table"]
 
 Fate = Literal["honoured", "harmless", "refused"]
@@ -53,6 +55,7 @@ KINDS: Mapping[str, Any] = {
 RULES: Mapping[str, Callable[[float], bool]] = {
     "a number": lambda x: not math.isnan(x),
     "above 0": lambda x: x > 0,
+    "1e-6 or more": lambda x: x >= COLDEST,
     "0 or more": lambda x: x >= 0,
     "0 to 1": lambda x: 0 <= x <= 1,
     "above 0 and at most 1": lambda x: 0 < x <= 1,
@@ -84,7 +87,7 @@ shuffle_dataset bool? = True; remove_unused_columns bool? = False; chat_template
 num_generations int?: 2 or more = 8; num_generations_eval int?: 1 or more = None; generation_batch_size int?: 1 or more = None;
     steps_per_generation int?: 1 or more = None | h
 max_completion_length int?: above 0 = 512; max_tool_calling_iterations int?: 0 or more = None; mask_truncated_completions bool = False | h
-temperature float: above 0 = 1.0; top_p float: above 0 and at most 1 = 1.0; top_k int = 0; min_p float?: 0 to 1 = None | h
+temperature float: 1e-6 or more = 1.0; top_p float: above 0 and at most 1 = 1.0; top_k int = 0; min_p float?: 0 to 1 = None | h
 num_iterations int: above 0 = 1; epsilon float: 0 or more = 0.2; delta float? = None | h
 sapo_temperature_neg float: above 0 = 1.05; sapo_temperature_pos float: above 0 = 1.0 | h
 vespo_k_pos float = 2.0; vespo_k_neg float = 3.0; vespo_lambda_pos float: above 0 = 3.0; vespo_lambda_neg float: above 0 = 2.0 | h

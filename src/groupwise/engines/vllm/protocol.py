@@ -178,10 +178,10 @@ def settings_values(settings: SamplingSettings) -> dict[str, Any]:
 
 
 def settings_from(values: Mapping[str, Any]) -> SamplingSettings:
-    """Raises Refused for a setting that this side does not know."""
+    """Raises Refused for a setting that this side does not know, or a value that it may not have."""
     try:
         return SamplingSettings(**values)
-    except TypeError as error:
+    except (TypeError, ConfigError) as error:
         raise Refused(f"the sampling settings {sorted(values)} are not understood ({error})") from error
 
 
