@@ -65,7 +65,7 @@ class BrokenPipeSafe:
                 )
 
     def is_closed(self, error: OSError) -> bool:
-        """Whether the reader is gone. A file has none: what fails there is the disk."""
+        """Whether nobody reads any more. A file has no reader: what fails there is the disk."""
         try:
             return error.errno in CLOSED and not stat.S_ISREG(os.fstat(self.stream.fileno()).st_mode)
         except (OSError, ValueError):  # no stream of the system's
@@ -84,7 +84,7 @@ def make_output_safe() -> None:
 
 
 def lost_output() -> str | None:
-    """Why standard output did not take all that a command printed, after flushing it; None where it did, or where its reader is gone."""
+    """Why standard output did not take all that a command printed, after flushing it; None where it did, or where nobody reads it."""
     stream = sys.stdout
     if not isinstance(stream, BrokenPipeSafe):
         return None
