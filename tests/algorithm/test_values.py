@@ -68,6 +68,10 @@ def test_whitening_is_over_all_tokens_of_the_batch_and_spares_the_returns():
     assert value_advantages([[1.0]], [[[0.5]]], whiten=True)[0] == [[[0.0]]]
 
 
+def test_a_completion_of_given_tokens_alone_takes_nothing_from_its_neighbours():
+    assert value_advantages([[7.0, 2.0, 9.0]], [[[], [0.5], []]]) == ([[[], [1.5], []]], [[[], [2.0], []]])
+
+
 def test_a_reward_that_is_no_number_is_refused():
     with pytest.raises(RewardError, match="finite"):
         value_advantages([[math.nan]], [[[0.0]]])

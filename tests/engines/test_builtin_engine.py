@@ -173,6 +173,16 @@ def test_a_step_becomes_another_only_where_a_graph_could_not_tell(make_engine):
     assert not held.take(step(15, like=held)), "and places for ten are too few for fifteen"
 
 
+def test_a_table_of_whole_blocks_is_filled_no_further_than_positions_are_reserved():
+    cache = cache_module.Cache(
+        layers=1, kv_heads=1, head_width=32, groups=1, prompt_tokens=9, rows=2, completion_tokens=40, dtype=torch.float32,
+        device=torch.device("cpu"), native=True,
+    )  # fmt: skip
+    assert (cache.room, cache.fillable) == (32, 32)
+    assert cache.reserve(40, 2)
+    assert (cache.room, cache.fillable) == (64, 40)
+
+
 def test_few_rows_are_padded_so_that_the_last_of_a_call_ask_for_no_graphs_of_their_own(make_engine):
     decoder = make_engine().decoder
     cache = cache_module.Cache(

@@ -150,7 +150,7 @@ def test_a_pickle_in_the_reply_pipe_is_never_opened(project, tmp_path, sandboxed
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b'["returned", [1e999]]', "a finite number or None"),
+        (b'["returned", [1e999]]', "inf for completion 0 instead of a finite number"),
         (b'["returned", [1' + b"0" * 400 + b"]]", "of at most 1e+12 in size"),
         (b'["returned", {"a": 1}]', "a dict instead of a list of 1 scores"),
         (b'["returned", [1, 2]]', "2 scores for 1 completions"),

@@ -419,9 +419,9 @@ def test_scores_that_raise_while_they_are_read_are_a_failure_of_the_function(laz
 @pytest.mark.parametrize(
     ("score", "said"),
     [
-        (math.nan, "returned nan for completion 1 instead of a finite number or None"),
+        (math.nan, r"returned nan for completion 1 instead of a finite number of at most 1e\+12 in size, or None"),
         (-math.inf, "returned -inf for completion 1"),
-        (-2e12, r"returned -2000000000000.0 for completion 1 instead of one of at most 1e\+12 in size"),
+        (-2e12, r"returned -2000000000000.0 for completion 1 instead of a finite number of at most 1e\+12 in size"),
         (torch.tensor(math.nan), "returned nan for completion 1"),
         ("2", r"returned '2' \(str\) for completion 1 instead of a number or None"),
         ([1.0], r"returned \[1.0\] \(list\) for completion 1"),

@@ -85,7 +85,7 @@ def make_engine(
             if choice.notice:
                 logger.warning(choice.notice)
         own = MergedDecoder(policy.model) if frozen else Decoder(policy.model, trainable=False)
-        if isinstance(own, MergedDecoder) and own.device.type == "cpu" and scorer is None:  # else the model's module learns
+        if isinstance(own, MergedDecoder) and scorer is None:  # else the model's module learns
             own.store_in_16_bits()
         scorer = own
     return BuiltinEngine(scorer, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)

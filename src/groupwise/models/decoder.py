@@ -328,7 +328,10 @@ class MergedDecoder(Decoder, KeepsAdapter):
             parameter.data = parameter.data.to(self.device)
 
     def store_in_16_bits(self) -> None:
-        """Hold the projections of a base in fp32 in bf16, where that changes no number of them; they are widened when they are merged."""
+        """On a CPU, hold the projections of a base in fp32 in bf16, where that changes no number of them; they are widened when they are
+        merged. Not for a base that is divided, nor one that its own module computes."""
+        if self.device.type != "cpu":
+            return
         for layer in self.layers:
             for projection in layer.projections.values():
                 for module in projection.layers:

@@ -121,9 +121,10 @@ def check_model(config: ModelConfig) -> None:
 def check_adapter(config: ModelConfig) -> None:
     """Raise ModelError where ``model.lora`` names a layer that the model lacks: peft leaves such names out without a word, unless no name
     is left. Reads no weights."""
-    targets = "all-linear" if config.lora is None else config.lora.target_modules
-    if config.lora is not None:
-        require_peft()
+    if config.lora is None:
+        return
+    require_peft()
+    targets = config.lora.target_modules
     if targets == "all-linear":
         return
     modules = [(n, m) for n, m in _without_weights(with_dtype(config), None).named_modules() if hasattr(m, "weight")]

@@ -135,20 +135,15 @@ def merged_weight(
 def added_up(weight: Tensor, factors: Sequence[tuple[Tensor, Tensor, float]], out: Tensor | None = None) -> Tensor:
     """``weight`` ``[rows, columns]`` plus ``scaling * b @ a`` of each ``(a, b, scaling)``, dithered to its dtype; into ``out`` if given."""
     placed = torch.empty_like(weight) if out is None else out
-    if placed.dtype == torch.float32:
-        placed.copy_(weight)
-        for a, b, scaling in factors:
-            placed.addmm_(b.float(), a.float(), alpha=scaling)
-        return placed
     by_kernel = len(factors) == 1 and weight.dtype in _DROPPED_BITS and native.fits(weight, weight.shape[1])
     if by_kernel and weight.is_contiguous() and placed.is_contiguous():
         a, b, scaling = factors[0]
         native.merge(weight, a.float().contiguous(), b.float().contiguous(), scaling, placed)
         return placed
-    exact = weight.to(torch.float32, copy=True)
+    exact = placed.copy_(weight) if placed.dtype == torch.float32 else weight.to(torch.float32, copy=True)
     for a, b, scaling in factors:
         exact.addmm_(b.float(), a.float(), alpha=scaling)
-    return placed.copy_(dithered(exact, weight.dtype))
+    return exact if exact is placed else placed.copy_(dithered(exact, weight.dtype))
 
 
 class Projection:

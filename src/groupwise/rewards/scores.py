@@ -192,8 +192,7 @@ def _number(score: object, member: int) -> float | BadResult:
         what = f"{score!r:.80} ({type(score).__name__})"
         return BadResult("not_a_number", f"returned {what} for completion {member} instead of a number or None")
     if not _is_sound(scalar):
-        finite = abs(cast(float, scalar)) < math.inf
-        what = f"one of at most {LARGEST_REWARD:g} in size" if finite else "a finite number or None"
+        what = f"a finite number of at most {LARGEST_REWARD:g} in size, or None"
         return BadResult("not_a_number", f"returned {scalar!s:.80} for completion {member} instead of {what}")
     return float(scalar)
 

@@ -243,12 +243,7 @@ def _load_parts(
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     sharding = make_sharding(config, world, scorer)
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
-    if (
-        isinstance(scorer, MergedDecoder)
-        and device.type == "cpu"
-        and not divided
-        and config.rollout.engine in ("auto", "builtin")
-    ):
+    if isinstance(scorer, MergedDecoder) and not divided and config.rollout.engine in ("auto", "builtin"):
         scorer.store_in_16_bits()
     engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), prepared.episodes)
     return policy, scorer, sharding, engine
