@@ -17,6 +17,7 @@ from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ModelError
 from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of, why_not_mergeable
 from groupwise.models.load import Policy, save_model
+from groupwise.models.merging import added_up, dithered
 from groupwise.models.quantised import store_in_16_bits
 from groupwise.models.scorer import make_reference, make_scorer
 from groupwise.training.learner import BatchPass, Learner
@@ -391,6 +392,19 @@ def test_a_base_in_bf16_numbers_is_stored_in_16_bits_and_computes_the_same_in_fp
     assert make_scorer(policy, config.model).module is base_module(policy.model), "it is covered as before"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_several_adapters_are_added_up_in_fp32_and_rounded_once(dtype):
+    torch.manual_seed(0)
+    weight, placed = torch.randn(12, 8).to(dtype), torch.zeros(20, 8, dtype=dtype)
+    factors = [(0.1 * torch.randn(2, 8), torch.randn(12, 2), scaling) for scaling in (0.5, 2.0)]
+    exact = weight.double() + sum(scaling * b.double() @ a.double() for a, b, scaling in factors)
+    expected = dithered(exact.float(), dtype)
+    torch.testing.assert_close(added_up(weight, factors), expected, atol=1e-6 if dtype == torch.float32 else 0, rtol=0)
+    assert added_up(weight, factors, placed[4:16]).data_ptr() == placed[4:16].data_ptr()
+    assert torch.equal(placed[4:16], added_up(weight, factors))
+    assert not placed[:4].any()
+
+
 def test_a_base_that_the_module_learns_on_stays_as_it_is(tiny_llama):
     """With dropout the module computes the passes, and the sampler merges: it would widen each weight in every pass."""
     policy, config = adapted(tiny_llama().to(torch.bfloat16).float(), dropout=0.1), settings()
@@ -399,8 +413,8 @@ def test_a_base_that_the_module_learns_on_stays_as_it_is(tiny_llama):
     assert isinstance(sampler, BuiltinEngine)
     assert not any(p.dtype == torch.bfloat16 for p in policy.model.parameters())
     layer = torch.nn.Linear(4, 4)
-    assert not store_in_16_bits(layer), "what learns is no frozen weight"
     layer.weight.data.zero_()
+    assert not store_in_16_bits(layer), "what learns is no frozen weight"
     assert store_in_16_bits(layer.requires_grad_(False))
 
 

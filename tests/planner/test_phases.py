@@ -9,6 +9,7 @@ from groupwise.planner import HARDWARE, make_plan
 from groupwise.planner.memory import beside_state, disk_bytes, evaluation, phases, sampling
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import find_shape
+from groupwise.planner.state import critic_of
 from groupwise.training import short_memory
 
 LORA = "model.lora={rank: 16, alpha: 32}"
@@ -47,6 +48,21 @@ def test_loading_takes_the_weights_and_one_layer_or_the_embedding_twice():
     assert process > 400 * 2**20
     assert sizes_of == {"weights": 4 * made.shape.parameters, "one layer or the embedding fused": 4 * 49152 * 576}
     assert loading.bytes < min(phase.bytes for phase in phases(made) if phase.name != "loading")
+
+
+def test_a_base_is_stored_in_16_bits_after_it_was_read_in_fp32():
+    made = setup(LORA, "model.dtype=float32")
+    loading = {item.name: item.bytes for phase in phases(made) if phase.name == "loading" for item in phase.items}
+    assert loading["weights"] + loading["matrices in fp32"] == 4 * made.shape.parameters
+    assert loading["matrices in fp32"] == 2 * made.shape.layers * made.shape.layer_matrices
+    assert "matrices in fp32" not in {item.name for phase in phases(setup(LORA)) for item in phase.items}
+
+
+@pytest.mark.parametrize(("critic", "bytes_of_a_matrix_weight"), [("copy", 2), ("smollm2-135m-instruct", 4)])
+def test_a_critic_s_base_is_stored_as_the_policy_s_where_it_is_a_copy(critic, bytes_of_a_matrix_weight):
+    made = critic_of(setup(LORA, "model.dtype=float32", "algorithm.preset=ppo", f"algorithm.value.critic={critic}"))
+    matrices = made.shape.layers * made.shape.layer_matrices
+    assert made.weights == bytes_of_a_matrix_weight * matrices + 4 * (made.shape.parameters - matrices)
 
 
 def test_an_adapter_is_merged_a_matrix_at_a_time_for_the_final_model():

@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 from groupwise.engines.base import Engine, Progress, SampleRequest, Watch
 from groupwise.types import Completion, Prompt
 
-__all__ = ["GRACE_S", "Answer", "Patience", "TurnEngine", "Turns", "serve_by_prefixes", "turn_name", "watch_of"]
+__all__ = ["GRACE_S", "Answer", "Patience", "TurnEngine", "Turns", "serve_by_prefixes", "turn_name"]
 
 GRACE_S = 0.2
 """Seconds for which answers are awaited before rows leave."""
@@ -110,7 +110,7 @@ class _Prefix:
         return Prompt(problem, "", (*self.prompt.token_ids, *self.tokens), None, self.prompt.occurrence)
 
 
-def watch_of(request: SampleRequest, rows: Sequence[tuple[int, int]]) -> Watch | None:
+def _watch_of(request: SampleRequest, rows: Sequence[tuple[int, int]]) -> Watch | None:
     """``request.watch`` for another request, whose prompts are ``rows`` of this one by place and sample, each with a single sample."""
     watch = request.watch
     return None if watch is None else lambda index, _, token_ids, logprobs: watch(*rows[index], token_ids, logprobs)
@@ -155,7 +155,7 @@ def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_p
         if back:
             limits = [request.limit_of(row.place) - len(row.tokens) for row in back]
             settings, prompts = replace(request.settings, max_tokens=max(limits)), [row.so_far() for row in back]
-            watch = watch_of(request, [(row.place, row.sample) for row in back])
+            watch = _watch_of(request, [(row.place, row.sample) for row in back])
             further = SampleRequest(prompts, 1, settings, request.seed, request.scope, watch, limits=limits)
             heard = [
                 (row, replace(turn, sample=row.sample))

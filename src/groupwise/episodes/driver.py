@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from groupwise.engines.base import Engine, Progress, SampleRequest
-from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes, turn_name, watch_of
+from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes, turn_name
 from groupwise.engines.wrappers import RowLimit
 from groupwise.episodes.environments import Environments, Partner, Reply, Steps, ToolUse, let_go, takes_steps
 from groupwise.episodes.formats import CallFormat
@@ -206,12 +206,10 @@ class EpisodeEngine(Engine):
 
         with self.episodes.open() as partner_of, Background(self.episodes.concurrent, "episode") as background:
             self._play(request, begin_or_append, background, self._counting(played, on_progress))
-            while rows := [row for row, episode in sorted(played.items()) if episode.finish_reason is None]:
-                forked = [played[row] for row in rows]
+            while forked := [episode for _, episode in sorted(played.items()) if episode.finish_reason is None]:
                 limits, prompts = [episode.room for episode in forked], [episode.next_prompt() for episode in forked]
                 settings = replace(request.settings, max_tokens=max(limits))
-                watch = watch_of(request, rows)
-                further = SampleRequest(prompts, 1, settings, request.seed, request.scope, watch, limits=limits)
+                further = SampleRequest(prompts, 1, settings, request.seed, request.scope, limits=limits)
                 self._play(further, _appending_to(forked), background, self._counting(played, on_progress))
         groups = [[played[i, s] for s in range(request.samples_per_prompt)] for i in range(len(request.prompts))]
         self.episodes.are_over([episode.partner for group in groups for episode in group])
