@@ -134,7 +134,7 @@ def test_the_command_line_is_parsed_into_it():
 
 def test_an_argument_without_a_text_here_has_that_of_transformers_or_is_referred_to_trl():
     texts = {field.name: field.metadata["help"] for field in dataclasses.fields(GRPOConfig)}
-    theirs = {field.name: field.metadata["help"] for field in dataclasses.fields(TrainingArguments)}
+    theirs = {field.name: field.metadata.get("help") for field in dataclasses.fields(TrainingArguments)}
     assert all(texts.values())
     assert texts["weight_decay"] == theirs["weight_decay"]
     assert texts["epsilon"] == "As TRL's documentation says."

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import operator
 import os
 import socket
 import sys
@@ -172,11 +173,19 @@ def _leave() -> None:
 
 
 def _forget_operations() -> None:
-    """Make torch forget operations on divided tensors, which hold their groups too. How that is done is its own affair, which may
-    change with its version: where it cannot be made, a group stays, as it did before."""
-    if "torch.distributed.tensor" in sys.modules:
+    """Make torch forget operations on divided tensors, which hold their groups too. How that is done is its own affair, which changes
+    with its version: what cannot be made to forget keeps a group, as it did before."""
+    package = "torch.distributed.tensor"
+    if package not in sys.modules:
+        return
+    for module, forget in (
+        ("debug", "_clear_sharding_prop_cache"),
+        ("_redistribute", "clear_redistribute_planner_cache"),
+        ("_redistribute", "_gen_transform_infos.cache_clear"),
+        ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+    ):
         with contextlib.suppress(ImportError, AttributeError):
-            importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+            operator.attrgetter(forget)(importlib.import_module(f"{package}.{module}"))()
 
 
 def _next_world(timeout_s: float) -> World:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
 
@@ -138,7 +138,7 @@ def check_adapter(config: ModelConfig) -> None:
             )
 
 
-def load_model_config(config: ModelConfig) -> PreTrainedConfig:
+def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The model's Hugging Face config, without its weights."""
     with _explained(config, "config"):
         return AutoConfig.from_pretrained(_source(config), **_origin(config))
@@ -201,7 +201,7 @@ def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
     return config.model_copy(update={"name": base, "revision": revision, "lora": None}), adapter
 
 
-def end_token_ids(tokenizer: Any, hf_config: PreTrainedConfig, generation_config: Any = None) -> tuple[int, ...]:
+def end_token_ids(tokenizer: Any, hf_config: PretrainedConfig, generation_config: Any = None) -> tuple[int, ...]:
     """Every token that ends the model's turn: what the tokenizer, the config and the generation config call eos (a number or a
     list each), and the special token that the chat template puts right after the assistant's words. Ascending, without repeats.
 
@@ -217,7 +217,7 @@ def end_token_ids(tokenizer: Any, hf_config: PreTrainedConfig, generation_config
     return tuple(sorted(ids if turn_end is None else ids | {turn_end}))
 
 
-def context_length(hf_config: PreTrainedConfig, tokenizer: Any = None) -> int:
+def context_length(hf_config: PretrainedConfig, tokenizer: Any = None) -> int:
     """How many positions the model was made for; the tokenizer's limit where the config names none (state-space models)."""
     text_config = hf_config.get_text_config()
     for holder, name in ((text_config, "max_position_embeddings"), (tokenizer, "model_max_length")):

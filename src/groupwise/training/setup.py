@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 
 from groupwise.algorithm import Objective
 from groupwise.config.combinations import note_on_processes, notes, prompt_limit, refuse_untrainable
@@ -105,7 +105,7 @@ class Prepared:
     answer_style: str
     system: str | None
     """The system prompt that was resolved, or None."""
-    hf_config: PreTrainedConfig
+    hf_config: PretrainedConfig
     episodes: Episodes | None
     """How completions of several turns are played; None without tools."""
     context_length: int
@@ -189,7 +189,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
 
 
 def _notes(
-    config: Config, suite: RewardSuite, hf_config: PreTrainedConfig, processes: int, dropped: list[str], short: Shortage | None,
+    config: Config, suite: RewardSuite, hf_config: PretrainedConfig, processes: int, dropped: list[str], short: Shortage | None,
     folder: Path | None,
 ) -> list[str]:  # fmt: skip
     """What a user should know before the run, a sentence each. Raises TrainingError for a disk without room for the final model."""

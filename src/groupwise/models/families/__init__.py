@@ -10,7 +10,7 @@ from groupwise.models.families.gemma3 import GEMMA3
 from groupwise.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PretrainedConfig
 
 __all__ = ["FAMILIES", "Family", "Settings", "why_uncovered"]
 
@@ -18,10 +18,10 @@ FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRA
 """By transformers' ``model_type``."""
 
 
-def why_uncovered(config: PreTrainedConfig | Settings) -> str | None:
+def why_uncovered(config: PretrainedConfig | Settings) -> str | None:
     """``None`` if the lean decoder computes models with this config, else the reason in a few words.
 
-    ``config``: a ``PreTrainedConfig``, or its settings by name.
+    ``config``: a ``PretrainedConfig``, or its settings by name.
     """
     settings: Settings = config if isinstance(config, Mapping) else config.to_dict()
     if (family := FAMILIES.get(settings["model_type"])) is None:

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["LLAMA_TENSORS", "Family", "Settings", "Windows", "no_windows", "windows_by_kind"]
 
 Settings = Mapping[str, Any]
-"""A model's settings by name, as its config.json has them, or the ``to_dict`` of its ``PreTrainedConfig``."""
+"""A model's settings by name, as its config.json has them, or the ``to_dict`` of its ``PretrainedConfig``."""
 Windows = tuple[int | None, ...]
 """For each layer, how many positions back a token sees, itself included; None where it sees all."""
 

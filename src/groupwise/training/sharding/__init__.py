@@ -18,7 +18,7 @@ from groupwise.training.sharding.divided import AdapterOnDivided
 from groupwise.training.sharding.replicas import Replicas, with_whole_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PretrainedConfig
 
     from groupwise.training.sharding.fsdp2 import FSDP2
     from groupwise.training.sharding.zero import Zero
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Replicas", "Sharding", "check_sharding", "loading_device", "make_sharding", "with_whole_weights"]
 
 
-def check_sharding(config: Config, hf_config: PreTrainedConfig, processes: int | None = None) -> None:
+def check_sharding(config: Config, hf_config: PretrainedConfig, processes: int | None = None) -> None:
     """Raise ConfigError for a run that cannot be divided as it is asked to be; before any weights are read.
 
     ``processes``: how many the run would have, where they have not been started; by itself as many as the launcher started.

@@ -44,17 +44,17 @@ from groupwise.training.sharding.divided import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PretrainedConfig
 
 __all__ = ["FSDP2", "ShardedAdamW", "check_fsdp2"]
 
 
-def check_fsdp2(config: Config, hf_config: PreTrainedConfig) -> None:
+def check_fsdp2(config: Config, hf_config: PretrainedConfig) -> None:
     """Raise ConfigError for what FSDP2 does not go with, and where torch lacks what it takes of it."""
     refuse_undividable(config, "fsdp2", why_uncovered(hf_config))
     if not _torch_fits():
         raise ConfigError(
-            f"training.sharding is fsdp2, which does not go with torch {torch.__version__}: it takes parts of FSDP2 that torch 2.8 to 2.13 "
+            f"training.sharding is fsdp2, which does not go with torch {torch.__version__}: it takes parts of FSDP2 that torch 2.9 to 2.15 "
             "have. Install one of these, or use training.sharding=zero2 or zero3"
         )
 

@@ -41,7 +41,7 @@ from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.divided import Divided, lean, local, materialize, read_by_one, round_local_
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PretrainedConfig
 
 __all__ = ["Zero", "ZeroAdamW", "check_zero", "give_settings", "import_deepspeed", "make_engine"]
 
@@ -276,7 +276,7 @@ class ZeroAdamW:
             raise ValueError(f"the optimiser's state {'lacks' if key in mine else 'has an unknown'} {key}")
 
 
-def check_zero(config: Config, hf_config: PreTrainedConfig, name: str) -> None:
+def check_zero(config: Config, hf_config: PretrainedConfig, name: str) -> None:
     """Raise ConfigError for what ZeRO does not go with, and where DeepSpeed is not installed."""
     refuse_undividable(config, name, why_uncovered(hf_config))
     refuse_without_deepspeed(f"training.sharding is {name}, which is DeepSpeed's")
