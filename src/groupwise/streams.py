@@ -1,6 +1,7 @@
 """Standard output and error that tolerate a broken pipe: a closed pipe or terminal ends no run, and no command with a traceback.
 
-A disk that does not take a command's output is told at its end (`lost_output`).
+A disk that does not take a command's output is told at its end (`lost_output`). What a command prints as JSON has standard output for
+itself (`keep_stdout`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-__all__ = ["lost_output", "make_output_safe", "tolerate_broken_pipe"]
+__all__ = ["give_stdout_back", "keep_stdout", "lost_output", "make_output_safe", "tolerate_broken_pipe"]
 
 logger = logging.getLogger("groupwise")
 
@@ -90,6 +91,30 @@ def lost_output() -> str | None:
         return None
     stream.flush()
     return stream.failure
+
+
+_kept: int | None = None
+"""A copy of standard output's descriptor, while that leads to standard error."""
+
+
+def keep_stdout() -> None:
+    """Until `give_stdout_back`, what anyone writes to standard output goes to standard error: reward functions, libraries in C."""
+    global _kept
+    with contextlib.suppress(OSError, ValueError):  # one of them is closed
+        sys.stdout.flush()
+        if _kept is None:
+            kept = os.dup(1)
+            os.dup2(2, 1)
+            _kept = kept
+
+
+def give_stdout_back() -> None:
+    global _kept
+    if _kept is not None:
+        sys.stdout.flush()
+        os.dup2(_kept, 1)
+        os.close(_kept)
+        _kept = None
 
 
 @contextlib.contextmanager

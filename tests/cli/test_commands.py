@@ -139,6 +139,31 @@ def test_python_m_groupwise_prints_a_mistake_as_one_line_and_exits_with_2():
     assert done.stderr.count("\n") == 1
 
 
+LOUD = """
+import os, sys
+from groupwise.cli import configuration, main
+
+def loud(listed=configuration.shipped_recipes):
+    print("printed")
+    os.system("echo from a child")
+    return listed()
+
+configuration.shipped_recipes = loud
+sys.argv = ["groupwise", "recipes", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("words", [["--json"], []], ids=["json", "text"])
+def test_json_has_standard_output_for_itself(words):
+    """A reward function that prints, and a library or a program of its own that does, are read on standard error."""
+    done = subprocess.run([sys.executable, "-c", LOUD, *words], capture_output=True, text=True, check=True)
+    if words:
+        assert "quickstart" in [recipe["name"] for recipe in json.loads(done.stdout)]
+    where = done.stderr if words else done.stdout
+    assert {"printed", "from a child"} <= set(where.splitlines())
+
+
 @pytest.mark.slow
 def test_the_debug_variable_shows_the_traceback():
     done = python_m_groupwise("train", "quickstart", "rollout.completions_per_prompt=1", GROUPWISE_DEBUG="1")

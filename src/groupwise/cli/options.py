@@ -33,12 +33,23 @@ def _count_processes(text: str | int) -> int:
     return int(text)
 
 
+def _keep_stdout(context: typer.Context, asked: bool) -> bool:
+    if asked:
+        from groupwise.streams import give_stdout_back, keep_stdout
+
+        keep_stdout()
+        context.call_on_close(give_stdout_back)
+    return asked
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings to change, as in rollout.temperature=0.8; `groupwise config` lists them."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-ProgressAside = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
+AsJson = Annotated[bool, typer.Option("--json", callback=_keep_stdout, help="Print JSON instead of text.")]
+ProgressAside = Annotated[
+    bool, typer.Option("--json", callback=_keep_stdout, help="Print the result as JSON; progress goes to standard error.")
+]
 DeviceMap = Annotated[
     str | None,
     typer.Option(
@@ -84,5 +95,7 @@ def start_processes(count: int) -> None:
     if count == 1 or "RANK" in os.environ:
         return
     from groupwise.distributed.launch import launch
+    from groupwise.streams import give_stdout_back
 
+    give_stdout_back()  # to the first of them
     raise typer.Exit(launch([sys.executable, "-m", "groupwise", *sys.argv[1:]], count))

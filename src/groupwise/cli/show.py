@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from groupwise.streams import give_stdout_back
 from groupwise.tracking.console import own_width
 from groupwise.tracking.files import json_text
 from groupwise.tracking.text import harmless, visible_character
@@ -21,6 +22,7 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 
 def print_json(value: object) -> None:
     """``value`` on standard output as indented JSON, and nothing else; what a terminal would obey is escaped."""
+    give_stdout_back()
     print("".join(c if visible_character(c) == c else _in_json(c) for c in json_text(value, indent=2)))
 
 
