@@ -423,3 +423,21 @@ def test_an_engine_of_its_own_stores_an_adapted_base_in_16_bits_too(tiny_llama):
     before = sample(make_engine(policy, config := settings().rollout))
     assert {p.dtype for n, p in policy.model.named_parameters() if "proj.base_layer" in n} == {torch.bfloat16}
     assert sample(make_engine(policy, config)) == before
+
+
+@pytest.mark.parametrize("letters", [False, True], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen2", "tiny_gemma3"])
+def test_a_model_that_nothing_trains_takes_16_bits_a_weight_where_its_numbers_are_bf16s(family, letters, request):
+    model = request.getfixturevalue(family)().float()
+    if not letters:
+        model.to(torch.bfloat16).float()
+    policy, config = Policy(model.eval(), Plain(), (2,), 256, "tiny"), settings().rollout
+    fused, found = copy.deepcopy(policy), []
+    for own, frozen in ((fused, False), (policy, True)):
+        engine = make_engine(own, config, frozen=frozen)
+        assert isinstance(engine, BuiltinEngine)
+        found.append((sample(engine), sample(engine, "y")))
+    assert found[0] == found[1]
+    assert {p.dtype for n, p in fused.model.named_parameters()} == {torch.float32}
+    stored = {n for n, p in policy.model.named_parameters() if p.dtype == torch.bfloat16}
+    assert stored == (set() if letters else {n for n, _ in model.named_parameters() if "proj.weight" in n})

@@ -44,10 +44,12 @@ def make_engine(
     scorer: Scorer | None = None,
     world: World | None = None,
     collect: Callable[[Policy], Policy | None] = lambda policy: policy,
+    frozen: bool = False,
 ) -> Engine:
     """The engine that ``rollout.engine`` names. ``scorer`` is the policy's, if it is being trained: the built-in engine then works
     on the very same tensors. ``world``: the processes that make their engines at once; ``collect``: where each holds a part of the
-    weights, what gives the first of them the policy with all of its weights, when all call it.
+    weights, what gives the first of them the policy with all of its weights, when all call it. ``frozen``: nothing will change the
+    weights, so that they may be stored in fewer bits where this changes no number.
 
     An engine by import path is made by ``Class(policy, rollout)``.
 
@@ -65,10 +67,10 @@ def make_engine(
     from groupwise.models.adapters import base_module, is_adapted
     from groupwise.models.decoder import Decoder, MergedDecoder, why_not_lean, why_unsupported
     from groupwise.models.devices import has_device_map
-    from groupwise.models.quantised import quantised_layers
+    from groupwise.models.quantised import quantised_layers, store_layers_in_16_bits
 
-    frozen = is_adapted(policy.model) or bool(quantised_layers(policy.model))
-    reason = None if isinstance(scorer, Decoder) else (why_not_lean if frozen else why_unsupported)(policy.model)
+    merges = is_adapted(policy.model) or bool(quantised_layers(policy.model))
+    reason = None if isinstance(scorer, Decoder) else (why_not_lean if merges else why_unsupported)(policy.model)
     if has_device_map(policy.model):
         reason = "its weights lie on several devices"
     if rollout.engine == "builtin" and reason is not None:
@@ -84,7 +86,8 @@ def make_engine(
         for choice in check_fast_paths(policy.model.config, policy.model.dtype, policy.model.device):
             if choice.notice:
                 logger.warning(choice.notice)
-        own = MergedDecoder(policy.model) if frozen else Decoder(policy.model, trainable=False)
+        merges = merges or (frozen and store_layers_in_16_bits(policy.model))
+        own = MergedDecoder(policy.model) if merges else Decoder(policy.model, trainable=False)
         if isinstance(own, MergedDecoder) and scorer is None:  # else the model's module learns
             own.store_in_16_bits()
         scorer = own

@@ -92,7 +92,7 @@ def evaluate_model(
     policy = load_policy(model_config)
     if adapter is not None:
         policy = load_trained(policy, adapter)
-    engine = playing(make_engine(policy, config.rollout, world=world), episodes)
+    engine = playing(make_engine(policy, config.rollout, world=world, frozen=True), episodes)
     try:
         results = evaluate_stage(
             DealtEngine(engine, world),

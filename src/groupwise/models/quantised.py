@@ -37,6 +37,7 @@ __all__ = [
     "quantisation_settings",
     "quantised_layers",
     "store_in_16_bits",
+    "store_layers_in_16_bits",
 ]
 
 _LAYERS = ("Linear4bit", "Linear8bitLt")
@@ -156,3 +157,11 @@ def store_in_16_bits(layer: Any) -> bool:
         return False
     layer.weight, layer.__class__ = nn.Parameter(narrow, requires_grad=False), _In16Bits
     return True
+
+
+def store_layers_in_16_bits(model: Any) -> bool:
+    """``store_in_16_bits`` of the layers of a model without an adapter that nothing will train, on a CPU. Returns whether of any."""
+    if model.device.type != "cpu":
+        return False
+    projections = [module for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    return any([store_in_16_bits(module.requires_grad_(False)) for module in projections])

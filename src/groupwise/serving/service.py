@@ -187,6 +187,6 @@ def open_service(config: Config, max_tokens: int, name: str) -> Service:
     policy = load_to_ask(config)
     system, _ = resolve_system(config.prompt, config.data)
     return Service(
-        policy, make_engine(policy, config.rollout), config.prompt, system, name=name, max_tokens=max_tokens,
+        policy, make_engine(policy, config.rollout, frozen=True), config.prompt, system, name=name, max_tokens=max_tokens,
         call_format=config.rollout.call_format,
     )  # fmt: skip
