@@ -170,7 +170,7 @@ DISEASES = {
         metrics=lambda step, p: {"policy/kl": 0.09, "policy/beta": 0.04 * 1.15**step},
     ),
     "refills-exhausted": Story(
-        overrides=["rollout.refill_rounds=2"], metrics=lambda step, p: {"groups/zero_variance": 0.5, "groups/sampled": 18.0}
+        overrides=["rollout.refill_rounds=2"], metrics=lambda step, p: {"groups/zero_variance": 0.8, "groups/sampled": 24.0}
     ),
     "reward-clipped": Story(metrics=lambda step, p: {"shaping/clipped_correctness": 0.9 * p}),
     "reward-processes-die": Story(metrics=lambda step, p: {"calls/killed_correctness": 1.0 if step % 20 == 7 else 0.0}),
@@ -226,7 +226,7 @@ HEALTHY = {
         metrics=lambda step, p: {"policy/kl": 0.07 * min(1, 3 * p), "policy/beta": 0.04 * (1 + p)},
     ),
     "with refills": Story(
-        overrides=["rollout.refill_rounds=3"], metrics=lambda step, p: {"groups/zero_variance": 0.05, "groups/sampled": 14.0}
+        overrides=["rollout.refill_rounds=3"], metrics=lambda step, p: {"groups/zero_variance": 0.4, "groups/sampled": 14.0}
     ),
     "with a correction for the sampler": Story(
         overrides=["algorithm.correction.level=token"],
@@ -271,6 +271,70 @@ def test_answers_that_are_lost_and_those_that_come_back(tmp_path):
     assert found.numbers["lenient_before"] == pytest.approx(0.45)
     unknown = findings_of(tmp_path / "unknown", replace(story, evaluations=[("step-2", 0.1, 0.45), low]))
     assert not any("answers-lost" in one for one in (back, few, unknown))
+
+
+def paid_leniently(step, p, text, right):
+    return {"accuracy": 1.0 if right or text == str(step * 3) or text == str(step * 3 + 1) else 0.0}
+
+
+def one_letter(step, p, group, sample, answer):
+    """Of four choices the right one in most samples, and each of the others in some."""
+    letter = "ABCD"[(step + group + (0 if sample < 5 else sample)) % 4]
+    return Written(answered(letter))
+
+
+def test_what_is_paid_leniently_is_not_said_to_be_paid_as_wrong(tmp_path):
+    """Nor is the format's pay taken for it."""
+
+    def written(step, p, group, sample, answer):
+        return Written(answer if sample % 2 else str(7000 + sample + step))
+
+    found = findings_of(tmp_path / "strict", Story(write=written))
+    assert found["strict-misses-right-answers"].severity == "critical"
+    assert "strict-misses-right-answers" not in findings_of(tmp_path / "run", Story(write=written, reward=paid_leniently))
+
+
+def test_one_of_four_letters_stands_for_many_problems_by_right(tmp_path):
+    assert "mode-collapse" not in findings_of(tmp_path / "run", Story(write=one_letter))
+    same = Story(write=lambda step, p, group, sample, answer: Written(answered("A" if sample < 5 else answer)))
+    assert "most samples of 24 of 24 problems" in findings_of(tmp_path / "same", same)["mode-collapse"].summary
+
+
+def test_a_bad_beginning_is_over_where_groups_differ_now(tmp_path):
+    def flat(until):
+        return Story(
+            metrics=lambda step, p: {"groups/zero_variance": 1.0 if step <= until else 0.3}, accuracy=lambda p: 0.2 + 0.2 * p
+        )
+
+    assert "no-variance" not in findings_of(tmp_path / "over", flat(20))
+    assert "no-variance" in findings_of(tmp_path / "still", flat(60))
+    first = replace(flat(20), steps=20, finished=False)
+    assert "no-variance" in findings_of(tmp_path / "first", first), "it is said while it lasts"
+
+
+def test_the_best_of_many_evaluations_is_better_by_chance(tmp_path):
+    """Of 40 problems the best middle evaluation has 6 that are wrong at the end: p = 0.03 for a pair that nobody chose."""
+    rising = {"metrics": lambda step, p: {"reward/mean": 1.0 + 2 * p}, "accuracy": lambda p: 0.6}
+    stages = [(f"step-{step}", 0.6 if step == 20 else 0.45) for step in range(10, 60, 10)]
+    chosen = Story(evaluations=[*stages, ("final", 0.45)], **rising)
+    assert "reward-hacking" not in findings_of(tmp_path / "chosen", chosen)
+    fallen = Story(evaluations=[*stages, ("final", 0.2)], **rising)
+    assert "reward-hacking" in findings_of(tmp_path / "fallen", fallen)
+
+
+def test_an_environment_s_runs_are_judged_by_what_it_gives(tmp_path):
+    """The answer of the last turn, which nobody asked for, is wrong throughout."""
+    solved = Story(
+        overrides=["rollout.environment=game.py:Guess"], accuracy=lambda p: 0.0,
+        metrics=lambda step, p: {
+            **PLAYED, "reward/mean": min(1.0, 0.3 + p), "groups/zero_variance": 1.0 if p > 0.7 else 0.2,
+            "completions/tokens_mean": 30 + 30 * p, "policy/entropy": 0.5 * math.exp(-8 * p), "accuracy/format": 0.1 + 0.9 * p,
+        },
+        write=lambda step, p, group, sample, answer: Written(f"{sample} {step}"),
+        evaluations=[("base", 0.5), ("final", 0.1)], extra={"reward": 1.0, "success": True},
+    )  # fmt: skip
+    found = findings_of(tmp_path / "run", solved)
+    assert {name for name, one in found.items() if one.severity in ("critical", "warning")} == set()
 
 
 def test_the_loss_is_not_called_normal_where_it_is_not_0(tmp_path):

@@ -19,7 +19,10 @@ __all__ = [
     "Finding",
     "Series",
     "Severity",
+    "accuracy_of",
     "completions_between",
+    "flat_in_batch",
+    "groups_of",
     "mean",
     "median",
     "series",
@@ -100,6 +103,13 @@ def show(record: CompletionRecord, remark: str = "") -> Example:
 
 def completions_between(run: RunRecord, steps: tuple[int, int]) -> list[CompletionRecord]:
     return [record for record in run.completions if steps[0] <= record.step <= steps[1]]
+
+
+def groups_of(records: Iterable[CompletionRecord]) -> list[list[CompletionRecord]]:
+    by_group: dict[tuple[int, str, int], list[CompletionRecord]] = {}
+    for record in records:
+        by_group.setdefault((record.step, record.problem, record.occurrence), []).append(record)
+    return list(by_group.values())
 
 
 def three(
@@ -199,6 +209,27 @@ class Series:
 
 def series(run: RunRecord, name: str) -> Series:
     return Series(run.series(name))
+
+
+def accuracy_of(run: RunRecord) -> Series:
+    """Share of right answers in training; empty where an environment judges episodes, whose last answer says nothing."""
+    judged = run.config is not None and run.config.rollout.environment is not None
+    return Series(()) if judged else series(run, "accuracy/strict")
+
+
+def flat_in_batch(run: RunRecord) -> Series:
+    """Share of the groups of a step's batch that have no variance, after others were sampled in their place."""
+    flat, config = series(run, "groups/zero_variance"), run.config
+    if config is None or not config.rollout.refill_rounds:
+        return flat
+    sampled, failed = (dict(run.series(f"groups/{name}")) for name in ("sampled", "failed"))
+    wanted = config.rollout.prompts_per_step
+
+    def left(step: int, share: float) -> float:
+        usable = (1.0 - share) * (sampled.get(step, wanted) - failed.get(step, 0.0))
+        return max(0.0, 1.0 - usable / wanted)
+
+    return Series([(step, left(step, share)) for step, share in flat.points])
 
 
 def worst_stretch(metric: Series, length: int, *, highest: bool = True) -> tuple[float, tuple[int, int]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.doctor.findings import (
@@ -12,7 +12,10 @@ from groupwise.doctor.findings import (
     Example,
     Series,
     Severity,
+    accuracy_of,
     completions_between,
+    flat_in_batch,
+    groups_of,
     mean,
     median,
     series,
@@ -70,7 +73,7 @@ def saturated(run: RunRecord) -> Evidence | None:
     flat, stretch = series(run, "groups/zero_variance"), late_stretch(run)
     if stretch is None or mean(flat.values[-STRETCH:]) < 0.95 or not solved(run, stretch):
         return None
-    share, accuracy = mean(flat.values[-STRETCH:]), over(series(run, "accuracy/strict"), stretch)
+    share, accuracy = mean(flat.values[-STRETCH:]), over(accuracy_of(run), stretch)
     return Evidence(
         f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance, with {accuracy:.0%} of answers right: "
         "the problems are solved, and further steps change nothing",
@@ -82,12 +85,14 @@ def saturated(run: RunRecord) -> Evidence | None:
 
 def no_variance(run: RunRecord) -> Evidence | None:
     """Nearly every group scored the same throughout although the problems are not solved."""
-    flat = series(run, "groups/zero_variance")
+    flat = flat_in_batch(run)
     worst = worst_stretch(flat, min(STRETCH, len(flat))) if len(flat) >= 3 else None
     if worst is None or worst[0] < NEARLY_ALL or solved(run, worst[1]):
         return None
+    if flat.late < NEARLY_ALL:  # some ten steps with few groups each are flat by chance, and what was so at first is over
+        return None
     share, stretch = worst
-    accuracy, reward = over(series(run, "accuracy/strict"), stretch), over(series(run, "reward/mean"), stretch)
+    accuracy, reward = over(accuracy_of(run), stretch), over(series(run, "reward/mean"), stretch)
     updates = sum(1 for row in run.steps if stretch[0] <= (row["step"] or 0) <= stretch[1] and "optimizer/grad_norm" in row)
     return Evidence(
         f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance at a mean reward of {reward:.3g} and "
@@ -99,7 +104,7 @@ def no_variance(run: RunRecord) -> Evidence | None:
 
 
 def solved(run: RunRecord, stretch: tuple[int, int]) -> bool:
-    accuracy = series(run, "accuracy/strict")
+    accuracy = accuracy_of(run)
     if len(accuracy):
         return over(accuracy, stretch) >= GOOD
     reward = series(run, "reward/mean")
@@ -175,6 +180,8 @@ def judged_in_part(run: RunRecord) -> Evidence | None:
 
 def disagreeing_verdicts(run: RunRecord) -> Evidence | None:
     """Right answers that the strict reading does not count, as the run stands now (not at the base model)."""
+    if run.config is not None and run.config.rollout.environment is not None:
+        return None
     reward = series(run, "reward/mean")
     late = completions_between(run, reward.late_steps) if len(reward) else list(run.completions)
     judged = [record for record in late if record.strict is not None]
@@ -183,7 +190,7 @@ def disagreeing_verdicts(run: RunRecord) -> Evidence | None:
     for evaluation in run.evaluations[-2:]:
         if evaluation.stage not in ("base", "warm_start") and len(evaluation.records) >= 20:
             share = max(share, evaluation.share("lenient") - evaluation.share("strict"))
-    if share < 0.1:
+    if share < 0.1 or paid_as_right(run, lost):
         return None
     steps = (late[0].step, late[-1].step) if late else None
     return Evidence(
@@ -194,6 +201,26 @@ def disagreeing_verdicts(run: RunRecord) -> Evidence | None:
         three(lost, remark=lambda record: f"expected {record.expected}") or evaluation_examples(run),
         "critical" if share >= 0.4 else None,
     )
+
+
+def paid_as_right(run: RunRecord, lost: Sequence[CompletionRecord]) -> bool:
+    """Whether some reward function tells answers that only the lenient reading counts from wrong ones, by most of what it gives."""
+    wrong = [record for record in run.completions if record.lenient is False]
+
+    def scores(records: Sequence[CompletionRecord], name: str) -> list[float]:
+        return [score for record in records if (score := record.components.get(name)) is not None]
+
+    def rewards(records: Sequence[CompletionRecord]) -> list[float]:
+        return [record.reward for record in records if record.reward is not None]
+
+    if not lost or mean(rewards(lost)) <= mean(rewards(wrong)):  # a function of weight 0 pays nothing
+        return False
+    for name in {name for record in lost for name in record.components}:
+        given, unpaid = scores(run.completions, name), scores(wrong, name)
+        least = mean(unpaid) if unpaid else min(given, default=0.0)
+        if mean(scores(lost, name)) - least >= 0.8 * (max(given, default=0.0) - min(given, default=0.0)) > 0:
+            return True
+    return False
 
 
 def evaluation_examples(run: RunRecord) -> tuple[Example, ...]:
@@ -210,7 +237,7 @@ def judged_examples(records: Sequence[Mapping[str, Any]]) -> tuple[Example, ...]
 def against_the_answer(run: RunRecord) -> Evidence | None:
     """Groups in which some wrong completion earned more than some right one."""
     mixed, turned = 0, []
-    for group in groups(run):
+    for group in groups_of(run.completions):
         right = [r for r in group if r.strict and r.reward is not None]
         wrong = [r for r in group if r.strict is False and r.reward is not None]
         if right and wrong:
@@ -227,13 +254,6 @@ def against_the_answer(run: RunRecord) -> Evidence | None:
         {"share": len(turned) / mixed},
         tuple(examples[:3]),
     )
-
-
-def groups(run: RunRecord) -> Iterator[list[CompletionRecord]]:
-    by_group: dict[tuple[int, str, int], list[CompletionRecord]] = defaultdict(list)
-    for record in run.completions:
-        by_group[(record.step, record.problem, record.occurrence)].append(record)
-    yield from by_group.values()
 
 
 def hacking(run: RunRecord) -> Evidence | None:
@@ -255,21 +275,24 @@ def hacking(run: RunRecord) -> Evidence | None:
 
 
 def fallen_evaluation(run: RunRecord) -> tuple[str, float, float] | None:
-    from groupwise.evaluation.figures import first_samples, mcnemar_p_value
+    from groupwise.evaluation.figures import first_samples, headline_verdict, mcnemar_p_value
 
     modes = list(dict.fromkeys(e.mode for e in run.evaluations))
     for mode in modes:
         stages = [e for e in run.evaluations if e.mode == mode and e.stage != "eval"]
         if len(stages) < 2:
             continue
-        judged = [e for e in stages[:-1] if not math.isnan(e.share("strict"))]
+        key = headline_verdict(*(e.records for e in stages))
+        judged = [e for e in stages[:-1] if not math.isnan(e.share(key))]
         if not judged:
             continue
-        best, last = max(judged, key=lambda e: e.share("strict")), stages[-1]
-        pairs = first_samples(best.records, last.records)
+        best, last = max(judged, key=lambda e: e.share(key)), stages[-1]
+        pairs = first_samples(best.records, last.records, key)
         broken, fixed = pairs.count((True, False)), pairs.count((False, True))
-        if broken > fixed and mcnemar_p_value(broken, fixed) < 0.05:
-            return f"held-out accuracy ({mode}, {best.stage} to {last.stage})", best.share("strict"), last.share("strict")
+        # The best was chosen among all of them, in each mode: some would be that much better by chance (Bonferroni).
+        if broken > fixed and mcnemar_p_value(broken, fixed) * len(judged) * len(modes) < 0.05:
+            what = "success" if key == "success" else "accuracy"
+            return f"held-out {what} ({mode}, {best.stage} to {last.stage})", best.share(key), last.share(key)
     return None
 
 
@@ -307,6 +330,6 @@ def lost_answers(run: RunRecord) -> Evidence | None:
 
 
 def fallen_accuracy(run: RunRecord) -> tuple[str, float, float] | None:
-    accuracy = series(run, "accuracy/strict")
+    accuracy = accuracy_of(run)
     fell = len(accuracy) >= STRETCH and accuracy.falls(by=0.05)
     return ("accuracy in training", accuracy.early, accuracy.late) if fell else None

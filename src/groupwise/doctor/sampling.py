@@ -6,7 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from groupwise.data.answers import extract_answer
-from groupwise.doctor.findings import Evidence, Series, completions_between, mean, series, three, worst_stretch
+from groupwise.doctor.findings import (
+    Evidence,
+    Series,
+    accuracy_of,
+    completions_between,
+    groups_of,
+    mean,
+    series,
+    three,
+    worst_stretch,
+)
 from groupwise.tracking.reading import CompletionRecord, RunRecord
 
 __all__ = [
@@ -40,17 +50,18 @@ def collapsed_texts(run: RunRecord) -> Evidence | None:
     late = completions_between(run, reward.late_steps) if len(reward) >= LATE_ENOUGH else []
     problems: dict[str, set[str]] = defaultdict(set)
     answers: dict[str, set[str]] = defaultdict(set)
-    for record in late:
-        key = " ".join(record.said.split())
-        problems[key].add(record.problem)
-        answers[key].add(record.expected)
+    for group in groups_of(late):  # among four choices each is some sample of nearly every problem
+        text, count = Counter(" ".join(record.said.split()) for record in group).most_common(1)[0]
+        if 2 * count > len(group):
+            problems[text].add(group[0].problem)
+            answers[text].add(group[0].expected)
     asked = len({record.problem for record in late})
     key = max(problems, key=lambda k: len(problems[k]), default="")
-    if asked < 4 or len(problems[key]) < max(4, 0.3 * asked) or len(answers[key]) < 3:
+    if asked < 4 or len(problems[key]) < max(4, 0.5 * asked) or len(answers[key]) < 3:
         return None
     return Evidence(
-        f"in steps {reward.late_steps[0]} to {reward.late_steps[1]} the same text was written for {len(problems[key])} of {asked} "
-        f"problems, whose answers are {len(answers[key])} different ones",
+        f"in steps {reward.late_steps[0]} to {reward.late_steps[1]} most samples of {len(problems[key])} of {asked} problems are the same "
+        f"text, and these have {len(answers[key])} different answers",
         reward.late_steps,
         {"problems": len(problems[key]), "asked": asked},
         three(late, where=lambda r: " ".join(r.said.split()) == key, remark=lambda r: f"expected {r.expected}"),
@@ -59,10 +70,11 @@ def collapsed_texts(run: RunRecord) -> Evidence | None:
 
 def entropy_collapse(run: RunRecord) -> Evidence | None:
     """Entropy collapsed without a gain in accuracy. A policy that has learnt its task has low entropy too; that is healthy."""
-    entropy, accuracy = series(run, "policy/entropy"), series(run, "accuracy/strict")
+    entropy, accuracy = series(run, "policy/entropy"), accuracy_of(run)
     if len(entropy) < LATE_ENOUGH or entropy.late > max(0.02, 0.15 * entropy.early):
         return None
-    if entropy.late >= 0.5 * entropy.early or (len(accuracy) and (accuracy.late >= 0.6 or accuracy.rises(by=0.1))):
+    learnt = accuracy.late >= 0.6 or accuracy.rises(by=0.1) if len(accuracy) else series(run, "reward/mean").rises()
+    if entropy.late >= 0.5 * entropy.early or learnt:
         return None
     gained = f", while accuracy went from {accuracy.early:.1%} to {accuracy.late:.1%}" if len(accuracy) else ""
     return Evidence(
@@ -160,10 +172,13 @@ def turn_mark(record: CompletionRecord) -> str | None:
 
 def length_creep(run: RunRecord) -> Evidence | None:
     """Half as long again without being right more often."""
-    length, accuracy = series(run, "completions/tokens_mean"), series(run, "accuracy/strict")
-    if len(length) < 2 * LATE_ENOUGH or not length.changed_from_first(by=0.5 * length.first) or accuracy.rises(by=0.05):
+    length, accuracy = series(run, "completions/tokens_mean"), accuracy_of(run)
+    better = accuracy.rises(by=0.05) or accuracy.changed_from_first(by=0.05)
+    if not len(accuracy):
+        better = series(run, "reward/mean").rises()
+    if len(length) < 2 * LATE_ENOUGH or not length.changed_from_first(by=0.5 * length.first) or better:
         return None
-    said = f"while accuracy went from {accuracy.early:.1%} to {accuracy.late:.1%}" if len(accuracy) else "accuracy is not known"
+    said = f"while accuracy went from {accuracy.first:.1%} to {accuracy.late:.1%}" if len(accuracy) else "accuracy is not known"
     return Evidence(
         f"the mean length went from {length.first:.0f} to {length.late:.0f} tokens, {said}",
         (length.steps[0], length.steps[-1]),
@@ -174,8 +189,8 @@ def length_creep(run: RunRecord) -> Evidence | None:
 
 def format_without_answer(run: RunRecord) -> Evidence | None:
     """The share in the right form, or what a format function pays, goes to its top and the accuracy does not follow."""
-    accuracy = series(run, "accuracy/strict")
-    if accuracy.late >= 0.3 or accuracy.rises(by=0.05):
+    accuracy = accuracy_of(run)
+    if not len(accuracy) or accuracy.late >= 0.3 or accuracy.rises(by=0.05):
         return None
     learnt = next((what for what in forms(run) if is_learnt(what[1], top=what[2])), None)
     if learnt is None:

@@ -6,7 +6,17 @@ from __future__ import annotations
 
 import math
 
-from groupwise.doctor.findings import Evidence, completions_between, mean, median, series, three, worst_stretch
+from groupwise.doctor.findings import (
+    Evidence,
+    accuracy_of,
+    completions_between,
+    flat_in_batch,
+    mean,
+    median,
+    series,
+    three,
+    worst_stretch,
+)
 from groupwise.tracking.reading import RunRecord
 
 __all__ = [
@@ -65,7 +75,7 @@ def kl_below_band(run: RunRecord) -> Evidence | None:
 
 
 def already_good(run: RunRecord) -> bool:
-    accuracy = series(run, "accuracy/strict")
+    accuracy = accuracy_of(run)
     return bool(len(accuracy)) and accuracy.late >= 0.8
 
 
@@ -259,7 +269,7 @@ def kl_target_missed(run: RunRecord) -> Evidence | None:
 
 def refills_exhausted(run: RunRecord) -> Evidence | None:
     """All rounds of refilling are used up, and groups without variance are still in the batch."""
-    flat, sampled = series(run, "groups/zero_variance"), series(run, "groups/sampled")
+    flat, sampled = flat_in_batch(run), series(run, "groups/sampled")
     rounds = run.config.rollout.refill_rounds if run.config else 0
     worst = worst_stretch(flat, STRETCH) if len(flat) >= STRETCH else None
     if not rounds or not run.config or worst is None or worst[0] < 0.25 or not len(sampled):
@@ -267,7 +277,7 @@ def refills_exhausted(run: RunRecord) -> Evidence | None:
     per_step = run.config.rollout.prompts_per_step
     taken = mean([value for step, value in sampled.points if worst[1][0] <= step <= worst[1][1]])
     return Evidence(
-        f"in steps {worst[1][0]} to {worst[1][1]} {worst[0]:.0%} of the groups had no variance although {taken:.3g} groups were sampled "
+        f"in steps {worst[1][0]} to {worst[1][1]} {worst[0]:.0%} of the batch had no variance although {taken:.3g} groups were sampled "
         f"a step for {per_step} that are learnt from: rollout.refill_rounds = {rounds} is used up",
         worst[1],
         {"zero_variance": worst[0], "sampled": taken, "prompts_per_step": per_step},
