@@ -129,6 +129,46 @@ def test_held_out_problems_are_there_with_every_stage(tmp_path):
     assert compared["p_value"] == pytest.approx(2 / 2**22)
 
 
+def judged_again(folder, change):
+    """The held-out records of a run, with what ``change`` makes of each stage's."""
+    for file in (folder / "evaluations").glob("*.jsonl"):
+        stage = file.stem.rpartition("-")[0]
+        rows = change(stage, [json.loads(line) for line in file.read_text().splitlines()])
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_several_samples_of_a_problem_are_compared_as_the_summary_does(tmp_path):
+    """One of two samples is right at both stages, the first before and the second after."""
+    folder = write_run(tmp_path / "run", Story(evaluations=[("base", 0.5), ("final", 0.5)]))
+
+    def twice(stage, rows):
+        order = (True, False) if stage == "base" else (False, True)
+        return [{**row, "strict": right, "response": str(right)} for row in rows for right in order]
+
+    judged_again(folder, twice)
+    data, packed, _ = parts(write_report([folder]).path)
+    compared = data["runs"][0]["comparisons"][0]
+    assert (compared["samples"], compared["fixed"], compared["broken"], compared["p_value"]) == (2, 0, 0, 1.0)
+    shown = data["runs"][0]["held_out"][0]
+    assert shown["several"]
+    assert [set(stage) <= kept for stage, kept in zip(shown["verdicts"], ({"r"}, {"w", "l"}), strict=True)] == [True, True]
+    assert [said[0] for said in packed[f"e-0-{shown['first_portion']}"][0]["said"]] == ["True", "False"], "the first of each"
+
+
+def test_what_an_environment_says_is_the_verdict_everywhere(tmp_path):
+    folder = write_run(tmp_path / "run", Story(evaluations=[("base", 0.5), ("final", 0.5)]))
+
+    def played(stage, rows):
+        return [{**row, "reward": 1.0, "success": stage == "final" or i < 4} for i, row in enumerate(rows)]
+
+    judged_again(folder, played)
+    run = parts(write_report([folder]).path)[0]["runs"][0]
+    assert [(c["key"], c["fixed"], c["broken"]) for c in run["comparisons"]] == [("success", 36, 0)] * 2
+    assert [stage.count("r") for stage in run["held_out"][0]["verdicts"]] == [4, 40]
+    assert run["curves"]["evaluation/sampled_success"]["values"] == [0.1, 1.0]
+    assert "evaluation/sampled_strict" not in run["curves"]
+
+
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_nothing_that_a_run_says_becomes_markup(tmp_path, hostile):
     story = Story(

@@ -14,7 +14,16 @@ from groupwise.config.load import changed_settings
 from groupwise.config.objective import GroupAdvantage
 from groupwise.data.prompts import resolve_system
 from groupwise.doctor import diagnose_run
-from groupwise.evaluation.figures import crosstab, first_samples, of_episodes, share, turns_interval
+from groupwise.errors import DataError
+from groupwise.evaluation.figures import (
+    crosstab,
+    first_samples,
+    headline_verdict,
+    of_episodes,
+    paired_comparison,
+    share,
+    turns_interval,
+)
 from groupwise.evaluation.judging import EvaluationMode, conditions, sampling_settings
 from groupwise.report.curves import QUANTILES, bands, curves, taken
 from groupwise.report.page import pack_json
@@ -226,17 +235,19 @@ def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
 
 
 def evaluation_curves(rows: Sequence[Mapping[str, Any]], last_step: int) -> dict[str, dict[str, list[float]]]:
-    """Strict held-out accuracy over the steps, by mode, with the ends of its interval as ``low`` and ``high``: what training starts
-    from (after a warm start, where there is one) stands at step 0, and the final evaluation at the last step."""
+    """Held-out accuracy over the steps, by mode, with the ends of its interval as ``low`` and ``high``: strict, or the success that an
+    environment tells. What training starts from (after a warm start, where there is one) stands at step 0, and the final evaluation
+    at the last step."""
     by_mode: dict[str, dict[str, list[float]]] = {}
     for mode in dict.fromkeys(row["mode"] for row in rows):
         ends = {"base": 0, "warm_start": 0, "final": last_step}
         placed = [
             (row["step"] if row["step"] is not None else ends.get(row["stage"]), row) for row in rows if row["mode"] == mode
         ]
-        at = {step: row["strict"] for step, row in placed if step is not None}
+        key = "success" if all("success" in row for _, row in placed) else "strict"
+        at = {step: row[key] for step, row in placed if step is not None}
         values, low, high = ([at[step][i] for step in sorted(at)] for i in range(3))
-        by_mode[f"evaluation/{mode}_strict"] = {"steps": sorted(at), "values": values, "low": low, "high": high}
+        by_mode[f"evaluation/{mode}_{key}"] = {"steps": sorted(at), "values": values, "low": low, "high": high}
     return by_mode
 
 
@@ -257,36 +268,57 @@ def asked(run: RunRecord) -> list[str]:
 
 
 def comparisons(run: RunRecord) -> list[dict[str, Any]]:
-    """What became of the problems that two neighbouring stages share, mode by mode, with McNemar's exact p-value."""
+    """What became of the problems that two neighbouring stages share, mode by mode, with an exact p-value (``paired_comparison``).
+
+    With several samples of a problem ``fixed`` and ``broken`` count those that got better and worse; the rest is not known by problem.
+    """
     rows = []
     for mode in dict.fromkeys(e.mode for e in run.evaluations):
         stages = [e for e in run.evaluations if e.mode == mode]
         named = [e for e in stages if e.step is None]
         for before, after in pairwise(named):
-            if pairs := first_samples(before.records, after.records):
-                names = {"mode": mode, "before": before.stage, "after": after.stage}
-                rows.append({**names, "n": len(pairs), **crosstab(pairs)})
+            key = headline_verdict(before.records, after.records)
+            found = compared(before, after, key)
+            if found is not None:
+                names = {"mode": mode, "before": before.stage, "after": after.stage, "key": key}
+                rows.append({**names, **found})
     return rows
+
+
+def compared(before: EvaluationRecords, after: EvaluationRecords, key: str) -> dict[str, Any] | None:
+    shared = {record["problem"] for record in before.records} & {record["problem"] for record in after.records}
+    try:
+        found = paired_comparison(*([r for r in e.records if r["problem"] in shared] for e in (before, after)), key=key)
+    except DataError:  # asked in another order, or another number of times
+        pairs = first_samples(before.records, after.records, key)
+        return {"n": len(pairs), "samples": 1, **crosstab(pairs)} if pairs else None
+    kept = {name: found[name] for name in ("n", "samples", "p_value")}
+    if found["samples"] > 1:
+        return {**kept, "fixed": found["better"], "broken": found["worse"], "both_right": None, "both_wrong": None}
+    return {**kept, **{name: found[name] for name in ("fixed", "broken", "both_right", "both_wrong")}}
 
 
 def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
     """Stages, problems and verdicts of each mode, and the packed portions of texts (numbered through over all modes).
 
-    ``verdicts[stage][problem]`` is ``r`` (right), ``l`` (right elsewhere only), ``w`` (wrong) or ``-`` (not asked). A portion lists
-    problems as ``{question, expected, said}`` with ``said[stage]`` = ``[response, extracted, finish reason, tokens]`` or null.
+    Of several samples of a problem it is the first. ``verdicts[stage][problem]`` is ``r`` (right, or a success by the environment), ``l``
+    (right elsewhere only), ``w`` (wrong) or ``-`` (not asked). A portion lists problems as ``{question, expected, said}`` with
+    ``said[stage]`` = ``[response, extracted, finish reason, tokens]`` or null.
     """
     tables: list[dict[str, Any]] = []
     portions: list[str] = []
     for mode in dict.fromkeys(e.mode for e in run.evaluations):
         stages = [e for e in run.evaluations if e.mode == mode]
-        by_stage = [{record["problem"]: record for record in e.records} for e in stages]
+        by_stage = [{record["problem"]: record for record in reversed(e.records)} for e in stages]
+        key = headline_verdict(*(e.records for e in stages))
         problems = list(dict.fromkeys(record["problem"] for e in stages for record in e.records))
         tables.append(
             {
                 "mode": mode,
                 "stages": [e.stage for e in stages],
                 "problems": problems,
-                "verdicts": ["".join(verdict(records.get(p)) for p in problems) for records in by_stage],
+                "several": max(len(e.records) / len(records) for e, records in zip(stages, by_stage, strict=True)) > 1,
+                "verdicts": ["".join(verdict(records.get(p), key) for p in problems) for records in by_stage],
                 "first_portion": len(portions),
                 "portion": PORTION,
             }
@@ -296,10 +328,10 @@ def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
     return tables, portions
 
 
-def verdict(record: Mapping[str, Any] | None) -> str:
+def verdict(record: Mapping[str, Any] | None, key: str) -> str:
     if record is None:
         return "-"
-    return "r" if record["strict"] else "l" if record["lenient"] else "w"
+    return "r" if record[key] else "l" if key == "strict" and record["lenient"] else "w"
 
 
 def said(problem: str, by_stage: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:

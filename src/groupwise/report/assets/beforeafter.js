@@ -45,7 +45,8 @@ function beforeAfterSection() {
     await draw();
     return document.getElementById('before-after');
   };
-  return section('before-after', 'Before and after', 'The same held-out problem at two stages; what only one of them says is marked.', controls, list);
+  return section('before-after', 'Before and after', 'The same held-out problem at two stages; what only one of them says is marked.'
+    + (state.data.runs.some((run) => run.held_out.some((mode) => mode.several)) ? ' Of several samples of a problem it is the first.' : ''), controls, list);
 }
 
 function stepper(count, page, go) {

@@ -67,11 +67,11 @@ function overviewTable(runs) {
       el('span', { class: runClass(i) }, el('i', { class: 'swatch' }), ' ' + run.name),
       number(run.steps) + (run.planned_steps ? ' of ' + number(run.planned_steps) : ''), run.state,
       run.seconds === null ? '–' : clock(run.seconds), firstToLast(run, 'reward/mean'), firstToLast(run, 'accuracy/strict'),
-      held ? (held.base ? percent(held.base.strict[0]) + ' → ' : '') + interval(held.last.strict) + ', ' + held.last.mode : '–', grave ? el('a', { href: '#findings' }, String(grave)) : 'none',
+      held ? (held.base ? percent(held.base[held.key][0]) + ' → ' : '') + interval(held.last[held.key]) + ', ' + (held.key === 'success' ? 'success, ' : '') + held.last.mode : '–', grave ? el('a', { href: '#findings' }, String(grave)) : 'none',
     ];
   });
-  return [table(['run', 'steps', 'state', 'time', 'reward', 'accuracy in training', 'held-out accuracy, strict', 'findings'], rows, true),
-    el('p', { class: 'note' }, 'Reward and accuracy in training: means of the first and the last tenth of the steps. Held-out accuracy: the base model and the last evaluation, with its 95% interval.')];
+  return [table(['run', 'steps', 'state', 'time', 'reward', 'accuracy in training', 'held-out accuracy', 'findings'], rows, true),
+    el('p', { class: 'note' }, 'Reward and accuracy in training: means of the first and the last tenth of the steps. Held-out accuracy: the base model and the last evaluation, with its 95% interval: strict, or the success that an environment tells.')];
 }
 
 function overviewSection() {
@@ -112,14 +112,15 @@ function evaluationsSection() {
   const parts = state.data.runs.filter((run) => run.evaluations.length).map((run) => {
     const rows = run.evaluations.map((row) => [stageName(row.stage) + ', ' + row.mode, interval(row.strict), interval(row.lenient),
       interval(row.format), interval(row.stopped), number(row.tokens), number(row.n)]);
-    const pairs = run.comparisons.map((c) => [stageName(c.before) + ' → ' + stageName(c.after) + ', ' + c.mode, c.fixed, c.broken,
-      c.both_right, c.both_wrong, c.p_value < 1e-4 ? c.p_value.toExponential(1) : c.p_value.toFixed(4)]);
+    const pairs = run.comparisons.map((c) => [stageName(c.before) + ' → ' + stageName(c.after) + ', ' + c.mode + (c.key === 'strict' ? '' : ', ' + c.key), c.fixed, c.broken,
+      c.both_right ?? '–', c.both_wrong ?? '–', c.p_value < 1e-4 ? c.p_value.toExponential(1) : c.p_value.toFixed(4)]);
     return el('div', {}, el('h3', {}, run.name),
       table(['stage', 'strict', 'lenient', 'format', 'stopped', 'mean tokens', 'problems'], rows, true),
       run.asked.map((line) => el('p', { class: 'note' }, line)),
       playedTable(run.evaluations),
       pairs.length ? table(['problem by problem', 'fixed', 'broken', 'right both times', 'wrong both times', 'p'], pairs, true) : null,
-      pairs.length ? el('p', { class: 'note' }, 'Fixed: wrong before and right after; broken: the other way round. p: how likely so uneven a split of the two would be if both stages were equally good (exact McNemar test).') : null);
+      pairs.length ? el('p', { class: 'note' }, 'Fixed: wrong before and right after; broken: the other way round. p: how likely so uneven a split of the two would be if both stages were equally good (exact McNemar test).'
+        + (run.comparisons.some((c) => c.samples > 1) ? ' Where a problem was sampled several times, fixed and broken are those that got better and worse, and the test is the exact paired permutation test.' : '')) : null);
   });
   const note = 'Held-out problems, with 95% intervals (Wilson; clustered by problem where it was sampled several times). Strict: the answer stands where the format asks for it; lenient: it is found anywhere; format: exactly the form asked for; stopped: the model ended by itself.';
   return parts.length ? section('evaluation', 'Evaluation', note, parts) : null;
