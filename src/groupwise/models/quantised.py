@@ -164,4 +164,5 @@ def store_layers_in_16_bits(model: Any) -> bool:
     if model.device.type != "cpu":
         return False
     projections = [module for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
-    return any([store_in_16_bits(module.requires_grad_(False)) for module in projections])
+    stored = [store_in_16_bits(module.requires_grad_(False)) for module in projections]
+    return any(stored)
