@@ -228,9 +228,9 @@ def test_excerpts_cut_no_character_in_half_and_run_in_their_own_direction(page):
 
 
 def test_names_of_settings_are_not_broken_where_there_is_room(page):
-    browser = page(Story(), Story(overrides=["algorithm.correction.cap=3", "rewards.functions.1.weight=0.5"]))
+    browser = page(Story(), Story(overrides=["algorithm.correction.cap=3", "rewards.functions.0.weight=0.5"]))
     rows = texts(browser, "#settings > .scroll tbody th")
-    assert rows == ["rewards.functions.1.weight", "algorithm.correction"]
+    assert rows == ["rewards.functions.0.weight", "algorithm.correction"]
     heights = browser.run("[...document.querySelectorAll('#settings > .scroll tbody th')].map((t) => t.offsetHeight)")
     assert max(heights) < 40
 
