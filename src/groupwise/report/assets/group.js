@@ -81,7 +81,7 @@ function howAdvantages(run, rows) {
   const whole = !rule.steps && rule.baseline === 'group_mean' && ['group_std', 'none'].includes(rule.scale) && rule.kl_placement !== 'reward' && rule.kl_placement !== 'token_reward';
   const off = whole ? Math.max(...rows.map((one) => Math.abs(one.advantage - (one.reward - mean) / (rule.scale === 'none' ? 1 : deviation + rule.epsilon)))) : NaN;
   const checked = Number.isNaN(off) ? '' : off < 1e-3 ? ' Counted again here: the same.' : ' Counted again here it is off by up to ' + number(off) + '.';
-  return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added. Advantage: ' + (rule.baseline ? 'reward less ' + baselines[rule.baseline] + scales[rule.scale] : others[rule.type] || 'by ' + rule.type) +
+  return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added (normalised and clipped where the settings say so). Advantage: ' + (rule.baseline ? 'reward less ' + baselines[rule.baseline] + scales[rule.scale] : others[rule.type] || 'by ' + rule.type) +
     '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + (rule.steps ? ', and to it is added what the steps still to come earned, likewise normalised' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' + checked);
 }
 
