@@ -69,6 +69,7 @@ SEVERAL = (
         "replicas make the update of one process: weights to 1% of what they moved by, completions of step 1 the same",
     ),
     Check("fsdp2", 90, "divided weights make the update of one process, to the same bound"),
+    Check("adapter", 90, "an adapter on a divided base makes the update of one process, merged at the end, to the same bound"),
     Check("zero3", 90, "DeepSpeed's ZeRO-3 makes the update of one process, to the same bound"),
     Check(
         "vllm", 180, "vLLM on the last GPU has the weights by NCCL within 1 s, and samples with them: mismatch below 0.02 nats"

@@ -25,7 +25,7 @@ from benchmarks.first_light_place import Found, Place, answer, judge, write_tiny
 from groupwise.distributed.launch import held_port
 from groupwise.planner.hardware import named_in
 
-__all__ = ["colocated", "fsdp2", "main", "nccl", "replicas", "vllm", "zero3"]
+__all__ = ["adapter", "colocated", "fsdp2", "main", "nccl", "replicas", "vllm", "zero3"]
 
 _REWARD = """
 def letters(completions, **columns):
@@ -134,11 +134,12 @@ def _texts(folder: Path) -> list[str]:
     return sorted(json.loads(line)["completion"] for line in lines)
 
 
-def _as_one(place: Place, sharding: str) -> Found:
+def _as_one(place: Place, sharding: str, kind: str = "", **sections: dict[str, Any]) -> Found:
     if (refused := _alone(place)) is not None:
         return refused
-    one = _trained(place, "one", 1)
-    several = _trained(place, f"several-{sharding}", _processes(place), training={"steps": 1, "sharding": sharding})
+    training = {"steps": 1, "sharding": sharding}
+    one = _trained(place, f"one{kind}", 1, **sections)
+    several = _trained(place, f"several{kind}-{sharding}", _processes(place), training=training, **sections)
     start, expected, found = (_weights(f) for f in (place.folder / "tiny-model", one / "final_model", several / "final_model"))
     moved = sum(float((expected[key] - start[key]).square().sum()) for key in expected) ** 0.5
     apart = sum(float((found[key] - expected[key]).square().sum()) for key in expected) ** 0.5
@@ -157,6 +158,11 @@ def replicas(place: Place) -> Found:
 def fsdp2(place: Place) -> Found:
     """Weights divided by FSDP2."""
     return _as_one(place, "fsdp2")
+
+
+def adapter(place: Place) -> Found:
+    """An adapter on a base that FSDP2 divides; the final model is merged from the gathered base."""
+    return _as_one(place, "fsdp2", "-adapted", model={"lora": {"rank": 4, "alpha": 8}})
 
 
 def zero3(place: Place) -> Found:

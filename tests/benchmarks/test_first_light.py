@@ -80,7 +80,7 @@ def test_nothing_is_wrong_here(check, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resume", "ahead", "quickstart", "nccl", "replicas", "fsdp2"])
+@pytest.mark.parametrize("name", ["resume", "ahead", "quickstart", "nccl", "replicas", "fsdp2", "adapter"])
 def test_nor_in_what_takes_whole_runs(check, name):
     found = check(name)
     assert found.verdict == "as expected", found

@@ -8,6 +8,7 @@ import torch
 from groupwise.config import build_config
 from groupwise.engines.builtin.cache import Cache
 from groupwise.models import devices
+from groupwise.models.layer import copy_filled
 from groupwise.training.critic import Critic
 from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.reference import Reference
@@ -35,6 +36,17 @@ def test_a_resumed_value_head_has_its_moments_beside_it(fake_cuda, cuda):
     after.adamw.step()
     kept = after.adamw.state[after.weight]
     assert (kept["exp_avg"].device, kept["exp_avg_sq"].device, kept["step"].device) == (cuda, cuda, torch.device("cpu"))
+
+
+def test_a_whole_copy_of_an_adapted_model_is_on_the_cpu_with_its_adapter(fake_cuda, cuda):
+    """The factors lie where they learn. A kernel of the CPU merged them with the gathered base, and ended the process."""
+    layer = torch.nn.Linear(32, 16, bias=False, device=cuda)
+    layer.lora = torch.nn.Parameter(torch.ones(4, 32, device=cuda))
+    layer.register_buffer("table", torch.ones(3, device=cuda))
+    whole = copy_filled(layer, {"down": [layer.weight]}, {"down": torch.ones(16, 32)})
+    assert {tensor.device.type for tensor in (*whole.parameters(), *whole.buffers())} == {"cpu"}
+    assert (whole.lora.requires_grad, whole.weight.requires_grad) == (True, False)
+    assert layer.lora.device == cuda
 
 
 def test_one_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch):

@@ -240,6 +240,15 @@ def test_an_adapter_is_added_and_dithered_as_the_operations_do(monkeypatch, rows
     assert (plain == merged).float().mean() > 0.995, "the same thresholds: only sums that end within a rounding of one may differ"
 
 
+@needs_kernels
+@pytest.mark.parametrize("which", range(2))
+def test_factors_of_another_device_are_an_error_and_do_not_end_the_process(which):
+    factors = [torch.randn(3, 48), torch.randn(8, 3)]
+    factors[which] = factors[which].to("meta")
+    with pytest.raises(AssertionError, match=r"a kernel of the CPU was given .*'meta'"):
+        added_up(random(BF16, 8, 48), [(*factors, 0.5)])
+
+
 def test_an_adapter_is_added_to_fp32_as_it_is():
     weight, a, b = torch.randn(5, 48), torch.randn(3, 48), torch.randn(5, 3)
     torch.testing.assert_close(added_up(weight, [(a, b, 0.5)]), weight + 0.5 * b @ a)

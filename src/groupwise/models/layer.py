@@ -343,11 +343,14 @@ def hollow(views: Views, device: torch.device) -> None:
 
 
 def copy_filled(module: Any, views: Views, weights: Mapping[str, Tensor]) -> Any:
-    """A copy of a hollow ``module`` with ``weights`` in it: by name, in the decoder's layout, on the CPU."""
+    """A copy of a hollow ``module`` with ``weights`` in it: by name, in the decoder's layout, on the CPU, and so is all else of it."""
     filled: dict[int, Any] = {}
     for name, parameters in views.items():
         rows = weights[name].split([len(p) for p in parameters])
         filled |= {id(p): nn.Parameter(part, requires_grad=False) for p, part in zip(parameters, rows, strict=True)}
     for buffer in module.buffers():
         filled[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    for parameter in module.parameters():  # an adapter's, which lie where it learns
+        if id(parameter) not in filled:
+            filled[id(parameter)] = nn.Parameter(parameter.detach().to("cpu", copy=True), parameter.requires_grad)
     return copy.deepcopy(module, filled)

@@ -104,6 +104,12 @@ def _function(name: str, like: Tensor) -> Any:
     return _functions[like.dtype][name]
 
 
+def _addresses(*tensors: Tensor) -> list[int]:
+    """Where their numbers are. A kernel reads whatever is there, and another device's memory would end the process."""
+    assert all(tensor.device.type == "cpu" for tensor in tensors), f"a kernel of the CPU was given {[t.device for t in tensors]}"
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """Add ``y`` to ``x`` ``[B, D]`` in place, and return ``rms_norm(x, weight)``."""
     out = torch.empty_like(x)
@@ -280,10 +286,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, turned: int, invers
 def merge(frozen: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor) -> None:
     """Write ``frozen + scaling * b @ a`` into ``out`` ``[rows, width]``, rounded as ``merging.dithered`` rounds; ``frozen`` is as ``out``,
     ``a`` ``[rank, width]`` and ``b`` ``[rows, rank]`` are fp32."""
-    _function("gw_merge", out)(frozen.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr(), *frozen.shape, len(a), scaling)
+    _function("gw_merge", out)(*_addresses(frozen, a, b, out), *frozen.shape, len(a), scaling)
 
 
 def dither(exact: Tensor, out: Tensor, first_row: int, width: int) -> None:
     """Write fp32 ``exact``, rows of any ``width`` from ``first_row`` of their tensor on, into ``out``, rounded as ``merging.dithered``
     rounds."""
-    _function("gw_dither", out)(exact.data_ptr(), out.data_ptr(), first_row, exact.numel() // width, width)
+    _function("gw_dither", out)(*_addresses(exact, out), first_row, exact.numel() // width, width)
