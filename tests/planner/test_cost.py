@@ -85,6 +85,32 @@ def test_beyond_one_machine_the_network_s_rate_counts():
     )
 
 
+@pytest.mark.parametrize("sharding", ["none", "zero2", "zero3", "fsdp2"])
+def test_what_a_step_sends_is_a_hand_count(sharding):
+    """Of two processes each sends half of what is gathered or scattered. Two passes and three updates, and a reference."""
+    shape = ModelShape(8, 16, 2, 2, 1, 4, 10, True)
+    config = build_config(
+        {
+            "model": {"dtype": "bfloat16"},
+            "rollout": {"prompts_per_step": 4, "completions_per_prompt": 2, "max_completion_tokens": 2},
+            "training": {"sharding": sharding, "micro_batch_tokens": 10},
+            "algorithm": {"kl": {"beta": 0.1}, "updates_per_batch": 3},
+        }
+    )
+    setup = Setup(config, shape, "cuda", 2, prompt_tokens=3)
+    assert setup.passes == 2
+    weights, gradients = 2 * shape.parameters, 4 * shape.parameters
+    an_update = {
+        "none": 2 * gradients,  # scattered once, and gathered
+        "zero2": 2 * gradients + weights,  # scattered in each of two passes
+        "zero3": 2 * gradients + 4 * weights,  # gathered for each pass forward and backward
+    }
+    a_step = 3 * an_update[sharding.replace("fsdp2", "zero3")] + (3 * weights if sharding in ("zero3", "fsdp2") else 0)
+    assert exchange_bytes(setup) == a_step / 2, "beside updates: the reference's two passes, and the gathering for sampling"
+    card = HARDWARE["a100-80gb"]
+    assert step_cost(setup, card).communication_s == pytest.approx(a_step / 2 / card.link_bytes_per_s)
+
+
 def test_an_offloaded_update_crosses_the_bus_with_gradients_and_masters():
     """A gradient of 2 bytes one way and a master of 4 the other, at 20 GB/s; the optimiser's traffic is then the machine's memory's."""
     card, own = HARDWARE["a100-80gb"], HARDWARE["cpu"].bytes_per_s

@@ -55,7 +55,7 @@ def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
         learning_s=learning / _arithmetic(setup, hardware) + _merging_s(setup, bandwidth),
         optimizer_s=_update_s(setup, bandwidth) * updates + _reference_transfer_s(setup),
         overlapped=setup.ahead > 0,
-        communication_s=updates * exchange_bytes(setup) / link_bytes_per_s(setup, hardware),
+        communication_s=exchange_bytes(setup) / link_bytes_per_s(setup, hardware),
     )
 
 
@@ -215,5 +215,5 @@ def cost_formulas(setup: Setup, hardware: Hardware) -> list[tuple[str, str, str]
     if setup.world_size > 1:
         link = link_bytes_per_s(setup, hardware) / 1e9
         sent = exchange_bytes(setup) / 2**30
-        rows_of.append(("communication", f"{cost.communication_s:,.2f} s", f"{sent:,.1f} GiB an update at {link:,.0f} GB/s"))
+        rows_of.append(("communication", f"{cost.communication_s:,.2f} s", f"{sent:,.1f} GiB a step at {link:,.0f} GB/s"))
     return rows_of

@@ -137,15 +137,17 @@ def exchange_buffers(setup: Setup) -> list[Item]:
 
 
 def exchange_bytes(setup: Setup) -> float:
-    """What one process sends in one update and the sampling before it. A ring sends (n - 1) / n of what it gathers or scatters."""
+    """What one process sends in one step. A ring sends (n - 1) / n of what it gathers or scatters. Divided gradients are added up in every
+    backward pass; weights are gathered once for sampling, and in the reference's passes, which a batch has once, whatever its updates."""
     ring = (setup.world_size - 1) / setup.world_size
+    updates, passes, whole = setup.config.algorithm.updates_per_batch, setup.passes, float(setup.weights)
     gradients = 4.0 * setup.trained
-    if not divided(setup, "weights"):
-        return ring * (gradients + setup.weight_bytes * setup.trained) if divided(setup, "gradients") else 2 * ring * gradients
-    passes, whole = setup.passes, float(setup.weights)
-    reference = passes * whole if setup.needs_reference else 0.0  # also of a base, which is its adapter's reference
     added_up = passes * gradients if divided(setup, "gradients") else 2 * gradients
-    return ring * (passes * 2 * whole + added_up + reference + whole)
+    if not divided(setup, "weights"):
+        published = setup.weight_bytes * setup.trained if divided(setup, "gradients") else 0
+        return ring * updates * (added_up + published)
+    reference = passes * whole if setup.needs_reference else 0.0  # also of a base, which is its adapter's reference
+    return ring * (updates * (passes * 2 * whole + added_up) + reference + whole)
 
 
 def _layer(setup: Setup) -> int:
