@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from groupwise.cli import app
+from groupwise.cli.plan import _SHORT, _WHEN
 from groupwise.planner.hardware import HARDWARE
 
 ADAPTER = "model.lora={rank: 8}"
@@ -70,6 +71,16 @@ def test_what_the_trainer_refuses_for_its_length_is_not_planned(words, said):
     refused = CliRunner().invoke(app, ["plan", "quickstart", "--hardware", "cpu", *words])
     assert refused.exit_code == 2, refused.output
     assert said in refused.stderr
+
+
+def test_any_phase_may_be_the_fullest():
+    """With vLLM, which sleeps while the policy learns, an adapter's run is fullest as it loads."""
+    found = plan("gsm8k-0.5b", "--hardware", "a100-80gb", "rollout.engine=vllm", "model.lora.rank=16")
+    assert "on a100-80gb, while loading; the largest part is vLLM" in " ".join(found.split())
+    words = ["quickstart", "--hardware", "rtx-4090", "beta=0.04", "training.offload_reference=true", "output.checkpoint_every=1"]
+    small = ["training.micro_batch_tokens=64", "rollout.max_completion_tokens=8", "model.gradient_checkpointing=true"]
+    made = json.loads(plan(*words, *small, "--json"))
+    assert {phase["name"] for phase in made["phases"]} == _WHEN.keys() == _SHORT.keys()
 
 
 def test_prompts_that_the_trainer_drops_are_not_planned():

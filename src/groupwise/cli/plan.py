@@ -141,7 +141,7 @@ def _formulas_json(made: Plan) -> dict[str, object]:
 
 
 _WHEN = {
-    "warm start": "in the warm start", "sampling": "while sampling",
+    "loading": "while loading", "warm start": "in the warm start", "sampling": "while sampling",
     "evaluation": "during evaluation", "reference": "in the reference's pass",
     "output head": "at the output head", "learning": "while learning", "optimiser step": "in the optimiser's step",
     "checkpoint": "while a checkpoint is written beside sampling", "final model": "while the final model is saved",
