@@ -6,7 +6,7 @@ from groupwise.algorithm.registry import find_loss
 from groupwise.config import load_config
 from groupwise.config.section import REGISTERED
 from groupwise.planner import HARDWARE, make_plan
-from groupwise.planner.memory import beside_state, disk_bytes, evaluation, phases, sampling
+from groupwise.planner.memory import beside_state, disk_bytes, evaluation, gathered_bytes, phases, sampling
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import critic_of
@@ -37,6 +37,24 @@ def test_divided_weights_are_brought_together_for_a_checkpoint():
     made = setup("output.checkpoint_every=5", "training.sharding=fsdp2", processes=2)
     (whole,) = (i.bytes for p in phases(made) if p.name == "checkpoint" for i in p.items if i.name == "whole weights and state")
     assert whole == (2 + 12) * made.shape.parameters
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "zero3", "fsdp2"])
+def test_the_first_machine_s_memory_holds_a_whole_checkpoint_of_a_divided_run(sharding):
+    """Masters and both moments in fp32, the weights and a reference in bf16: 16 bytes a weight, which a GPU's plan does not count."""
+    words = [f"training.sharding={sharding}", "beta=0.04", "output.checkpoint_every=5"]
+    made = setup(*words, device="cuda", processes=2)
+    assert gathered_bytes(made) == (4 + 8 + 2 + 2) * made.shape.parameters
+    assert gathered_bytes(setup(words[1], device="cuda", processes=2)) == 0, "replicas bring nothing together"
+    noted = make_plan(made.config, HARDWARE["a100-80gb"], world_size=2).assumptions
+    assert [f"{gathered_bytes(made) / 2**30:.1f} GiB" in note for note in noted if "for a checkpoint" in note] == [True]
+    on_cpu = next(phase for phase in phases(setup(*words, processes=2)) if phase.name == "checkpoint")
+    assert gathered_bytes(made) in {item.bytes for item in on_cpu.items}
+
+
+def test_the_base_beneath_an_adapter_is_brought_together_too():
+    made = setup(LORA, "training.sharding=fsdp2", device="cuda", processes=2)
+    assert gathered_bytes(made) == 2 * made.shape.parameters + disk_bytes(made)[0]
 
 
 def test_loading_takes_the_weights_and_one_layer_or_the_embedding_twice():

@@ -62,6 +62,24 @@ def test_a_divided_run_is_judged_by_what_one_process_holds(monkeypatch):
     assert short_memory.memory_shortage(by_launcher, gpu) is None, "or as the launcher divides it"
 
 
+def test_a_machine_that_cannot_bring_a_checkpoint_together_is_named_before_the_run(monkeypatch):
+    """16 bytes for each of 7.6 billion weights, in the first process."""
+    gpu, free = torch.device("cuda"), 64 * 2**30
+
+    def note(*overrides, processes=8):
+        return short_memory.checkpoint_note(load_config("gsm8k-7b-8gpu", overrides), gpu, processes)
+
+    monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: free)
+    assert "will bring 113.5 GiB together in the machine's own memory, and 64.0 GiB are free" in note()
+    assert "output.checkpoint_every=0" in note()
+    assert note("output.checkpoint_every=0") is None
+    assert note("output.checkpoint_every=50", "training.steps=49") is None, "none is due"
+    assert note("model.lora.rank=16") is None
+    assert note(processes=1) is None, "nothing is divided"
+    free = 128 * 2**30
+    assert note() is None
+
+
 def test_processes_of_one_machine_share_its_memory(small_config, monkeypatch):
     monkeypatch.setattr(short_memory.psutil.Process, "memory_info", lambda process: type("Memory", (), {"rss": 0}))
     config, free = small_config(), 0

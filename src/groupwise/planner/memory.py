@@ -39,8 +39,8 @@ from groupwise.planner.state import (
 )
 
 __all__ = [
-    "Item", "Phase", "beside_state", "disk_bytes", "evaluation", "host_bytes", "kept_bytes", "kept_formula", "logits", "passes",
-    "passing_bytes", "peak_bytes", "peak_phase", "phases", "prefill_bytes", "sampling", "warm_start",
+    "Item", "Phase", "beside_state", "disk_bytes", "evaluation", "gathered_bytes", "host_bytes", "kept_bytes", "kept_formula", "logits",
+    "passes", "passing_bytes", "peak_bytes", "peak_phase", "phases", "prefill_bytes", "sampling", "warm_start",
 ]  # fmt: skip
 
 _MANY = 10**6
@@ -254,13 +254,10 @@ def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:
 
 
 def _checkpoint(setup: Setup) -> list[Item]:
-    """Beside the run's state, in which it is written from where things are: whole weights and state, where they are divided, brought
-    together in the first process."""
-    if setup.device != "cpu" or not divided(setup, "optimiser"):
-        return []
-    learnt = 4 * (3 if setup.config.optimizer.precision == "masters" and not setup.in_fp32 else 2) * setup.trained
-    weights = 0 if setup.adapted else setup.weights
-    return [Item("whole weights and state", weights + learnt, "s P + 4 x (masters and moments), in the first process")]
+    """Beside the run's state, in which it is written from where things are: what is brought together, on CPUs."""
+    gathered = gathered_bytes(setup) if setup.device == "cpu" else 0
+    formula = "s P + masters, moments and reference, in the first process"
+    return [Item("whole weights and state", gathered, formula)] if gathered else []
 
 
 def _final_model(setup: Setup) -> list[Item]:
@@ -285,6 +282,14 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
     whole = setup.weight_bytes * setup.shape.parameters
     checkpoint = (adapter or whole) + sum(item.bytes for item in state(near) if item.name in kept)
     return checkpoint, adapter + (0 if setup.adapted and setup.config.output.adapter_only else whole)
+
+
+def gathered_bytes(setup: Setup) -> int:
+    """Bytes of the machine's own memory in which the first process brings a divided run together for a checkpoint: what that holds, and
+    the base beneath an adapter, which it does not."""
+    if not (divided(setup, "weights") or divided(setup, "optimiser")):
+        return 0
+    return disk_bytes(setup)[0] + (setup.weights if setup.adapted else 0)
 
 
 def _beside(setup: Setup, sampling: list[Item]) -> list[Item]:

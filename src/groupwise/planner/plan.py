@@ -12,7 +12,7 @@ from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.planner.cost import StepCost, link_bytes_per_s, step_cost
 from groupwise.planner.hardware import GPUS_OF_A_MACHINE, HARDWARE, Hardware, alike, choose_hardware, measure, parse_bytes
-from groupwise.planner.memory import Item, Phase, host_bytes, peak_phase, phases
+from groupwise.planner.memory import Item, Phase, gathered_bytes, host_bytes, peak_phase, phases
 from groupwise.planner.setup import Setup, unknown_judges
 from groupwise.planner.shape import KNOWN_SHAPES, find_shape
 from groupwise.planner.state import critic_of, divided
@@ -158,6 +158,11 @@ def _of_several(setup: Setup, hardware: Hardware) -> list[str]:
             f"at the start each process reads the whole model into its machine's own memory: {here} x {each:.1f} GiB on one machine"
             if setup.adapted
             else f"at the start the first process reads the whole model into its machine's own memory, {each:.1f} GiB, and hands it out"
+        )
+    if setup.device == "cuda" and (gathered := gathered_bytes(setup)):
+        notes.append(
+            "for a checkpoint, that of a run that is stopped too, the first process brings the whole state together in its machine's own "
+            f"memory: {gathered / 2**30:.1f} GiB"
         )
     if setup.world_size > setup.gpus_per_node:
         notes.append(

@@ -45,7 +45,7 @@ from groupwise.serving.agents import open_agents
 from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
-from groupwise.training.short_memory import SHORT_OF_MEMORY, Shortage, disk_note, memory_shortage
+from groupwise.training.short_memory import SHORT_OF_MEMORY, Shortage, checkpoint_note, disk_note, memory_shortage
 from groupwise.training.warm_start import check_worked_examples
 from groupwise.types import Problem, Prompt
 
@@ -198,6 +198,7 @@ def _notes(
         attention_note(config.model.attention, hf_config.model_type) if lean else None,
         _note_on_idle_gpus(config, processes),
         f"{short.sentence}: {SHORT_OF_MEMORY}" if short is not None else None,
+        checkpoint_note(config, resolve_device(config.model.device), processes),
         disk_note(config, folder or Path(config.output.folder or "runs")),
     ]
     said = [*notes(config), *suite.notes(), *note_on_processes(config, processes), *dropped]

@@ -20,14 +20,14 @@ from groupwise.models.devices import with_dtype
 from groupwise.models.load import resolve_device
 from groupwise.models.saving import free_disk_bytes
 from groupwise.planner import Setup, peak_phase, phases
-from groupwise.planner.memory import Item, beside_state, disk_bytes, evaluation, passes
+from groupwise.planner.memory import Item, beside_state, disk_bytes, evaluation, gathered_bytes, passes
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import state
 from groupwise.tracking import RunFolder
 from groupwise.training.checkpoint_folder import latest_checkpoint
 
 __all__ = [
-    "SHORT_OF_MEMORY", "Shortage", "disk_note", "explain_short_memory", "memory_shortage", "planned", "rows_that_fit",
+    "SHORT_OF_MEMORY", "Shortage", "checkpoint_note", "disk_note", "explain_short_memory", "memory_shortage", "planned", "rows_that_fit",
     "tokens_that_fit",
 ]  # fmt: skip
 
@@ -165,6 +165,22 @@ def disk_note(config: Config, folder: Path) -> str | None:
         f"this run will write about {needed / _GIB:.1f} GiB (the final model {model / _GIB:.1f}, and {kept} checkpoints of "
         f"{checkpoint / _GIB:.1f}), and {free / _GIB:.1f} GiB are free at {folder}: {remedy}"
         + (", or lower output.keep_checkpoints" if kept > 1 else "")
+    )
+
+
+def checkpoint_note(config: Config, device: torch.device, processes: int | None = None) -> str | None:
+    """A sentence where divided weights are on GPUs, and this machine, the first process's, has no memory to bring them together for a
+    checkpoint. On CPUs that is one of the phases that ``memory_shortage`` goes by. Arguments as there."""
+    every, setup = config.output.checkpoint_every, planned(config, device, processes=processes)
+    if setup is None or setup.device == "cpu" or not every or every > config.training.steps:
+        return None
+    needed, free = gathered_bytes(setup), available_memory_bytes()
+    if needed <= free:
+        return None
+    return (
+        f"for a checkpoint the first process will bring {needed / _GIB:.1f} GiB together in the machine's own memory, and "
+        f"{free / _GIB:.1f} GiB are free there: take a machine with more, train an adapter (model.lora), or write none by "
+        "output.checkpoint_every=0"
     )
 
 
