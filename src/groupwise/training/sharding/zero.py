@@ -370,12 +370,15 @@ class Zero(Divided):
         return weights
 
     def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The optimiser's are whole already; in stage 3 the reference's are not."""
+        """The optimiser's are whole already, copies in the first process; in stage 3 the reference's are not whole."""
         shapes = self._shapes()
         tensors = {}
         for name, piece in pieces.items():
+            if name not in shapes:  # not copied again: 12 bytes a weight
+                tensors[name] = piece
+                continue
             tensor = piece
-            if self.stage == 3 and name in shapes:
+            if self.stage == 3:
                 parts = piece.new_zeros(self.world.size, piece.numel())
                 parts[self.world.rank] = piece
                 self.world.all_reduce(parts)
