@@ -1,9 +1,13 @@
-"""``--resume`` on a run that two processes have finished: neither of them begins anything, and nothing changes."""
+"""``--resume`` by two processes. On a run that they have finished neither of them begins anything, and nothing changes; a folder that one
+of them does not see is refused."""
 
 import json
+import threading
 
 import pytest
 
+from groupwise.errors import CheckpointError
+from groupwise.training import start as start_module
 from tests.distributed.two_processes import HERE, launch_two
 
 
@@ -20,6 +24,45 @@ def test_two_leave_a_finished_run_as_it_is(train_in, small_config):
     assert (steps, again.folder) == ([], first.folder)
     assert again.summary == json.loads((first.folder / "summary.json").read_text())
     assert content(first.folder) == before
+
+
+def disks_of(monkeypatch, folder, *seen):
+    """Let process i of two find the earlier model in ``folder / seen[i]``, as where names mean other disks."""
+
+    def model(self):
+        return folder / seen[int(threading.current_thread().name.split()[1])]
+
+    monkeypatch.setattr(start_module.Beginning, "model", property(model))
+
+
+@pytest.mark.parametrize("sees", [0, 1])
+def test_a_disk_that_is_not_shared_is_refused_in_both(sees, small_config, train_in, tmp_path, monkeypatch):
+    disks_of(monkeypatch, tmp_path, *("here", "nowhere")[:: 1 - 2 * sees])
+    (tmp_path / "here").mkdir()
+    with pytest.raises(CheckpointError, match=f"process {1 - sees} of 2 does not see .*: a run's folder must be on a disk"):
+        train_in(2, "run", small_config())
+
+
+@pytest.mark.parametrize("seen_by", [(0,), (1,), ()])
+def test_the_first_process_decides_whether_a_run_is_new(seen_by, small_config, in_threads, letters, tmp_path, monkeypatch):
+    """What others see of the folder does not matter: where it did, they met in other messages, or waited."""
+    checked = []
+    for rank in seen_by:
+        (tmp_path / str(rank)).mkdir()
+
+    def begin(world):
+        start_module.start(
+            small_config(), world, rewards=letters, run_folder=tmp_path / str(world.rank), resume=True,
+            check=lambda prepared: checked.append(world.rank) or [],
+        )  # fmt: skip
+
+    def stop(*_):
+        raise CheckpointError("far enough")
+
+    monkeypatch.setattr(start_module, "_load_parts", stop)
+    with pytest.raises(CheckpointError, match="far enough"):
+        in_threads(2, begin)
+    assert checked == ([] if 0 in seen_by else [0])
 
 
 @pytest.mark.soak

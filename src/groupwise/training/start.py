@@ -199,9 +199,15 @@ def start(
     config = prepared.config
     world.all_gather_object(None)  # nobody writes before all have found everything in order
     wanted = folder_of(config, run_folder) if resume else None
-    if check is not None and checkpoint is None and not (wanted and wanted.expanduser().is_dir()):
+
+    def checked() -> list[str]:
+        """Of a new run: whether it is one is found in the first process, since others may not see the folder, or not yet."""
+        resumes = wanted is not None and wanted.expanduser().is_dir()
+        return [] if check is None or resumes else list(check(prepared))
+
+    if check is not None and checkpoint is None:
         try:
-            said += world.on_rank0(lambda: list(check(prepared)))
+            said += world.on_rank0(checked)
         except BaseException:
             prepared.rewards.close()
             raise
@@ -217,6 +223,7 @@ def start(
         _say(trackers, said, prepared.notes)
         for sentence in prepared.rewards.load():
             trackers.say(sentence, "dim")
+        _refuse_unseen(beginning.model, world)
         with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
             parts = _load_parts(config, world, beginning.model, prepared, folder, trackers)
         release_freed_memory()
@@ -229,6 +236,16 @@ def start(
         config, world, recipe, prepared, folder, trackers, *parts, started - elapsed_s, beginning.checkpoint, trained=beginning.trained,
         evaluations=beginning.evaluations, done=beginning.done, signals=StopSignals(at_once=world.size == 1),
     )  # fmt: skip
+
+
+def _refuse_unseen(earlier: Path | None, world: World) -> None:
+    """Raise CheckpointError in all processes where one does not see what they all are about to read. A collective call."""
+    sees = world.all_gather_object(earlier is None or earlier.is_dir())
+    if not all(sees):
+        raise CheckpointError(
+            f"process {sees.index(False)} of {world.size} does not see {earlier}: a run's folder must be on a disk that all machines "
+            "share, and its name the same for all of them"
+        )
 
 
 def _load_parts(
