@@ -8,6 +8,8 @@ import pytest
 
 from groupwise.errors import CheckpointError
 from groupwise.training import start as start_module
+from groupwise.training.checkpoint_folder import seal
+from groupwise.training.loop import train
 from tests.distributed.two_processes import HERE, launch_two
 
 
@@ -41,6 +43,22 @@ def test_a_disk_that_is_not_shared_is_refused_in_both(sees, small_config, train_
     (tmp_path / "here").mkdir()
     with pytest.raises(CheckpointError, match=f"process {1 - sees} of 2 does not see .*: a run's folder must be on a disk"):
         train_in(2, "run", small_config())
+
+
+def test_a_batch_that_one_process_began_is_refused_before_weights_are_read(
+    small_config, letters, quiet, in_threads, tmp_path, monkeypatch
+):
+    """A checkpoint between two updates has the batch as one process holds it."""
+    config = small_config(output={"checkpoint_every": 1})
+    folder = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run").folder
+    checkpoint = (folder / "checkpoints" / "step-1").rename(folder / "checkpoints" / "step-1-update-1")
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["parts"]["window"] = {"updates": 1}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    seal(checkpoint)
+    monkeypatch.setattr(start_module, "_load_parts", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(CheckpointError, match="written between two updates of a batch, by one process, and 2 were started"):
+        in_threads(2, lambda world: start_module.start(config, world, rewards=letters, resume_from=checkpoint, console=quiet))
 
 
 @pytest.mark.parametrize("seen_by", [(0,), (1,), ()])

@@ -30,6 +30,7 @@ __all__ = [
     "earlier_evaluations",
     "folder_of",
     "newest_run",
+    "refuse_to_share",
     "trained_in",
     "unfinished_note",
     "would_resume",
@@ -247,6 +248,15 @@ def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str
         )
     for line in [*harmful, *harmless]:
         say(f"Changed since the checkpoint: {line}")
+
+
+def refuse_to_share(state: Mapping[str, Any], checkpoint: Path | None, processes: int) -> None:
+    """Raise CheckpointError where several processes would resume between two updates of a batch, which one has cut into micro-batches."""
+    if processes > 1 and state.get("parts", {}).get("window"):
+        raise CheckpointError(
+            f"the checkpoint {checkpoint} was written between two updates of a batch, by one process, and {processes} were started: "
+            "resume with one, or from an earlier checkpoint with --resume-from"
+        )
 
 
 def earlier_evaluations(state: Mapping[str, Any], folder: RunFolder, say: Callable[[str], None]) -> list[Evaluation]:

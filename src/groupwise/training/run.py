@@ -295,7 +295,6 @@ class Run:
         self.step_started = time.perf_counter()
         self.engine.metrics()  # what it has to say of evaluations and the warm start belongs to no step
         if self.held.has_window:
-            self.held.refuse_to_be_shared(self.world.size, self.checkpoint)
             if self.ahead is not None:
                 self.ahead.go_on(step)
             self.metrics = dict(self.held.rollout_metrics)

@@ -39,6 +39,7 @@ from groupwise.training.resume import (
     continue_in,
     earlier_evaluations,
     folder_of,
+    refuse_to_share,
     trained_in,
     unfinished_note,
 )
@@ -110,6 +111,7 @@ class RunFolderResolver:
     accept_changes: bool
     checkpoint: Path | None
     said: list[str]
+    processes: int = 1
 
     def resolve(self, opened: list[RunFolder]) -> Beginning:
         """Find out what the run begins from; the folder itself, locked, goes into ``opened``."""
@@ -127,6 +129,7 @@ class RunFolderResolver:
         try:
             trained = trained_in(folder, checkpoint, self.config) if reopened else None
             state = trained or (read_state(checkpoint) if checkpoint else {})
+            refuse_to_share(state, checkpoint, self.processes)
             check_drift(state, self.prepared, self.said.append, accept=self.accept_changes or not reopened)
             if reopened:
                 self.reopen(folder, state)
@@ -211,7 +214,7 @@ def start(
         except BaseException:
             prepared.rewards.close()
             raise
-    resolver = RunFolderResolver(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said)
+    resolver = RunFolderResolver(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said, world.size)
     opened: list[RunFolder] = []
     beginning = world.on_rank0(lambda: resolver.resolve(opened))
     folder = opened[0] if opened else RunFolder(beginning.path)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from groupwise import metrics
 from groupwise.batch import Batch
-from groupwise.errors import CheckpointError
 from groupwise.metrics import Mean, Metric, merge
 from groupwise.training.advantages import Advantages
 from groupwise.training.microbatches import MicroBatch
@@ -108,14 +106,6 @@ class HeldWindow:
     def has_window(self) -> bool:
         """Whether the checkpoint had an open window that is not taken yet."""
         return self._state is not None
-
-    def refuse_to_be_shared(self, processes: int, checkpoint: Path | None) -> None:
-        """Raise CheckpointError where several processes would resume inside it."""
-        if processes > 1:
-            raise CheckpointError(
-                f"the checkpoint {checkpoint} was written between two updates of a batch, by one process, and {processes} "
-                "were started: resume with one, or from an earlier checkpoint"
-            )
 
     def groups(self, prompt_of: Callable[[str], Prompt]) -> list[Group]:
         """The batch; ``prompt_of`` renders the problem of an id. Raises KeyError for a problem that the data no longer has."""
