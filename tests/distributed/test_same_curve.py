@@ -3,10 +3,15 @@
 The processes are threads here, which exchange through pickles what processes exchange; test_processes.py has real ones.
 """
 
+import time
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from groupwise.distributed import World
+from groupwise.distributed import world as world_module
+from groupwise.distributed.failures import LostTouch
 from groupwise.errors import RankError, RewardError
 from groupwise.metrics import Max, Mean, Sum
 from groupwise.rewards.load import reward_scope
@@ -166,6 +171,37 @@ def test_gradients_are_added_in_fp32_and_missing_ones_are_zero(in_threads):
         assert grads[1].tolist() == [2.0, 2.0]
         assert grads[2].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert grads[3] is None
+
+
+def test_gpus_that_do_not_reach_each_other_are_found_before_anything_is_computed(in_threads, monkeypatch, capsys):
+    """NCCL connects at its first message. On CPUs there is nothing to try."""
+    cpu = torch.device("cpu")
+    in_threads(2, lambda world: world._first_message(cpu))
+
+    def tried(problem):
+        def work(world):
+            world._device, world._all_reduce = torch.device("cuda"), problem
+            monkeypatch.setattr(World, "_first_message", lambda self, _: first_message(self, cpu))
+            world.try_gpus()
+
+        return in_threads(2, work)
+
+    def lost(tensor):
+        raise LostTouch("NCCL error: unhandled system error\nmore")
+
+    def slow(tensor):
+        time.sleep(0.3)
+        tensor.fill_(2)
+
+    first_message = World._first_message
+    with pytest.raises(RankError, match=r"failed \(NCCL error: unhandled system error\): NCCL_DEBUG=INFO .*NCCL_SOCKET_IFNAME"):
+        tried(lost)
+    with pytest.raises(RankError, match=r"add up ones to another number: .*NCCL_DEBUG=INFO"):
+        tried(lambda tensor: tensor.fill_(0))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(world_module, "_FIRST_MESSAGE_S", 0.05)
+    tried(slow)
+    assert capsys.readouterr().err.count("GPUs of 2 processes is not through after") == 1
 
 
 def test_replicas_that_drift_apart_are_found_and_errors_of_the_first_are_everybodys(in_threads):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 import os
 import pickle
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -47,6 +49,8 @@ def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
 T = TypeVar("T")
 _PRINTED = 2**22
 """Numbers of a tensor that are looked at together: bounds the copies."""
+_FIRST_MESSAGE_S = 30.0
+"""After so long it is said what is waited for: connecting takes seconds."""
 
 
 class World:
@@ -161,6 +165,34 @@ class World:
             if there is not tensor:
                 tensor.copy_(there)
 
+    def try_gpus(self) -> None:
+        """Send the first message between the processes' GPUs, whose connections NCCL makes then: else that would be at the end of the first
+        step. A collective call. Raises RankError where it fails, or a sum is wrong."""
+        if self.size > 1 and self._device is not None and self._device.type != "cpu":
+            self._first_message(self._device)
+
+    def _first_message(self, device: torch.device) -> None:
+        remedy = "NCCL_DEBUG=INFO shows what it tries, NCCL_SOCKET_IFNAME=NAME has it take another network"
+        ones = torch.ones(2**20, device=device)
+        late = threading.Timer(_FIRST_MESSAGE_S, _say_late, [self.size, remedy])
+        late.daemon = True
+        if self.is_first:
+            late.start()
+        try:
+            self._all_reduce(ones)
+            right = bool((ones == self.size).all())  # waits for it
+        except RuntimeError as error:  # LostTouch too
+            why = str(error).partition("\n")[0]
+            raise RankError(f"the first message between the GPUs of {self.size} processes failed ({why}): {remedy}", 1) from error
+        finally:
+            late.cancel()
+        if not right:
+            raise RankError(
+                f"the GPUs of {self.size} processes add up ones to another number: a link between them does not work. {remedy}; try "
+                "NCCL_P2P_DISABLE=1",
+                1,
+            )
+
     def broadcast(self, tensor: Tensor) -> None:
         """Copy the first process's ``tensor`` into every other process's, bit for bit. A collective call."""
         if self.size > 1:
@@ -234,6 +266,14 @@ def _in_touch() -> Iterator[None]:
         yield
     except RuntimeError as error:  # DistBackendError and its like are RuntimeErrors
         raise LostTouch(str(error)) from error
+
+
+def _say_late(processes: int, remedy: str) -> None:
+    sys.stderr.write(
+        f"groupwise: the first message between the GPUs of {processes} processes is not through after {_FIRST_MESSAGE_S:.0f} s; the run "
+        f"waits for training.process_timeout_s. {remedy}\n"
+    )
+    sys.stderr.flush()
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

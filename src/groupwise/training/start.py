@@ -201,6 +201,7 @@ def start(
     prepared = prepare(config, rewards, folder=run_folder)
     config = prepared.config
     world.all_gather_object(None)  # nobody writes before all have found everything in order
+    world.try_gpus()
     wanted = folder_of(config, run_folder) if resume else None
 
     def checked() -> list[str]:

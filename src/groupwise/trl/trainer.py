@@ -130,6 +130,7 @@ class GRPOTrainer(Outputs):
         if args.log_level != "passive":  # which leaves everything as it is
             transformers_logging.set_verbosity(transformers_logging.log_levels[args.log_level])
         self.world = join_world(args.device.type == "cpu", args.ddp_timeout)
+        self.world.try_gpus()
         for word in words_about(args, model, quantization_config) if self.world.is_first else ():
             logger.warning(word)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
