@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from safetensors import SafetensorError
+from torch.optim import lr_scheduler
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from groupwise.algorithm import Objective
@@ -374,6 +375,36 @@ def test_the_checkpoint_just_written_is_kept_where_an_earlier_run_came_further(t
         args = settings(save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=steps)
         GRPOTrainer(str(tiny_folder), letters, args, prompts).train()
         assert sorted(path.name for path in Path(args.output_dir).iterdir()) == left
+
+
+def test_a_limit_below_1_keeps_all_checkpoints_as_in_transformers(tiny_folder, prompts, letters, settings):
+    args = settings(save_strategy="steps", save_steps=1, save_total_limit=-1, max_steps=3)
+    GRPOTrainer(str(tiny_folder), letters, args, prompts).train()
+    assert sorted(path.name for path in Path(args.output_dir).iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_schedule_of_milestones_goes_on_after_json(within):
+    def make():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        steps = lr_scheduler.MultiStepLR(optimizer, [3, 6])
+        whole = lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer), steps], [1]) if within else steps
+        return optimizer, whole
+
+    def rates(optimizer, schedule, count):
+        found = []
+        for _ in range(count):
+            optimizer.step()
+            schedule.step()
+            found += schedule.get_last_lr()
+        return found
+
+    straight, resumed = make(), make()
+    rates(*straight, 2)
+    state = json.loads(json.dumps(checkpoint.ScheduleState(straight[1]).checkpoint_state()[1]))
+    checkpoint.ScheduleState(resumed[1]).load_checkpoint_state({}, state)
+    assert (expected := rates(*straight, 6)) == rates(*resumed, 6)
+    assert len(set(expected)) > 1
 
 
 def test_an_optimiser_and_schedule_of_the_script_s_own(load_tiny, prompts, letters, settings):

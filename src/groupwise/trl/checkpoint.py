@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,20 @@ class ScheduleState:
 
     def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restore it, and the optimiser's rates with it."""
-        self.scheduler.load_state_dict(values)
+        self.scheduler.load_state_dict(_with_milestones(values))
         for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
+
+
+def _with_milestones(values: dict[str, Any]) -> dict[str, Any]:
+    """A schedule's state after JSON, whose keys are texts: ``MultiStepLR`` counts its milestones by whole numbers. So do the schedules
+    that another is made of."""
+    restored = dict(values)
+    if isinstance(milestones := values.get("milestones"), dict):
+        restored["milestones"] = Counter({int(step): times for step, times in milestones.items()})
+    if "_schedulers" in values:
+        restored["_schedulers"] = [_with_milestones(one) for one in values["_schedulers"]]
+    return restored
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -82,7 +94,8 @@ def save(output: Path, policy: Policy, learner: Learner, state: TrainerState, *,
     learner.world.on_rank0(lambda: put_in_place(target, write, snapshot.size_bytes()))
     # By time, since an earlier run may have come further.
     others = sorted((c for c in _all(output) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
-    for old in others[: 1 - limit or None] if limit and learner.world.is_first else []:
+    # Below 1 is no limit, as in transformers.
+    for old in others[: 1 - limit or None] if limit and limit > 0 and learner.world.is_first else []:
         shutil.rmtree(old, ignore_errors=True)
 
 
