@@ -615,8 +615,8 @@ def test_what_reference_scripts_read_of_the_trainer(tiny_folder, prompts, letter
         "cpu",
     )
     assert (trainer.reward_funcs, trainer.reward_processing_classes, trainer.reward_weights.tolist()) == (
-        [letters],
-        [None],
+        (letters,),
+        (None,),
         [1.0],
     )
     assert trainer.beta == 0.1
@@ -641,6 +641,43 @@ def test_what_is_set_after_the_trainer_was_made_counts_or_is_an_error(tiny_folde
     trainer.args.beta = 0.5
     with pytest.raises(ConfigError, match=r"beta was changed from 0.0 to 0.5"):
         trainer.train()
+
+
+def test_another_train_dataset_is_trained_on(tiny_folder, prompts, letters, settings):
+    asked = []
+
+    def noted(prompts, completions, **kwargs):
+        asked.append(set(prompts))
+        return letters(completions)
+
+    trainer = GRPOTrainer(str(tiny_folder), noted, settings(max_steps=1), prompts)
+    trainer.train()
+    trainer.train_dataset = Dataset.from_dict({"prompt": ["second stage"] * 4})
+    trainer.args.max_steps = 2  # goes on
+    trainer.train()
+    assert asked[1] == {"second stage"}
+    assert trainer.state.epoch == 1, "4 prompts are two steps"
+    trainer.train_dataset = prompts.select(range(1))
+    with pytest.raises(DataError, match="one generation takes 2"):
+        trainer.train()
+
+
+def test_what_the_trainer_is_made_of_is_changed_with_effect_or_not_at_all(tiny_folder, prompts, letters, settings):
+    def one(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = GRPOTrainer(str(tiny_folder), [letters, one], settings(max_steps=1, reward_weights=[1.0, 0.0]), prompts)
+    trainer.reward_weights[1] = 5.0
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert row["reward"] == pytest.approx(row["rewards/letters/mean"] + 5)
+    assert isinstance(trainer.reward_funcs, tuple)
+    trainer.optimizer, trainer.lr_scheduler = trainer.optimizer, None  # nothing is asked for
+    other = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    with pytest.raises(ConfigError, match=r"trainer.optimizer cannot be set to a SGD .* optimizers=\(optimizer, scheduler\)"):
+        trainer.optimizer = other
+    with pytest.raises(ConfigError, match=r"trainer.lr_scheduler cannot be set"):
+        trainer.lr_scheduler = lr_scheduler.ConstantLR(other)
 
 
 def test_a_second_call_of_train_goes_on_or_begins_a_run_of_its_own(tiny_folder, prompts, letters, settings):
@@ -699,6 +736,24 @@ def test_a_stream_is_read_as_far_as_it_is_needed_and_begins_again(tiny_folder, p
     again.train()
     assert again.state.global_step == 7, "14 prompts of 12"
     assert again.evaluate()["eval_reward"] > 0
+
+
+def test_a_stream_goes_on_where_max_steps_is_raised(tiny_folder, prompts, letters, settings):
+    asked = []
+
+    def noted(prompts, completions, **kwargs):
+        asked.extend(prompts[::4])
+        return letters(completions)
+
+    trainer = GRPOTrainer(str(tiny_folder), noted, settings(max_steps=1, shuffle_dataset=False), prompts.to_iterable_dataset())
+    for steps in (2, 3):  # before the first call, and before a second
+        trainer.args.max_steps = steps
+        trainer.train()
+    assert asked == prompts["prompt"][:6]
+    assert trainer.state.epoch == 1
+    trainer.args.max_steps = -1
+    with pytest.raises(DataError, match="set max_steps"):
+        trainer.train()
 
 
 def test_settings_of_sampling_shape_what_is_sampled(tiny_folder, prompts, settings, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ class Stream:
     """The rows of an ``IterableDataset`` by their place in it, read as they are asked for; from its start again after its end, and where a
     place is asked for that was read before.
 
-    ``rows``: how many will be needed. It is shuffled as TRL shuffles it, by its own buffer.
+    ``rows``: how many will be needed, which may change. It is shuffled as TRL shuffles it, by its own buffer.
     """
 
     def __init__(self, dataset: Any, rows: int, seed: int | None) -> None:
@@ -44,7 +45,7 @@ class Stream:
         self._last: Mapping[str, Any] = {}
 
     def _endless(self) -> Iterator[Mapping[str, Any]]:
-        for epoch in range(self.rows):
+        for epoch in itertools.count():
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             before = self._read
@@ -114,10 +115,13 @@ class PromptSet:
             raise UnfitDataError(f"the {self.which} data set is a {type(dataset).__name__}: pass a Dataset or IterableDataset")
         if self.which != "training":
             return list(dataset)
-        if args.max_steps <= 0:
-            raise UnfitDataError("the training data set is a stream, which has no length: set max_steps")
         args.dataloader_num_workers = 0  # as TRL sets it, for who looks
-        return Stream(dataset, prompts_needed(args), args.seed if args.shuffle_dataset and hasattr(dataset, "shuffle") else None)
+        return Stream(dataset, _rows_of_stream(args), args.seed if args.shuffle_dataset and hasattr(dataset, "shuffle") else None)
+
+    def follow(self, args: GRPOConfig) -> None:
+        """Of a stream, as many rows as the steps of ``args`` take now."""
+        if isinstance(self.dataset, Stream):
+            self.dataset.rows = _rows_of_stream(args)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -205,6 +209,12 @@ class PromptSet:
         return list(found["input_ids"])
 
 
+def _rows_of_stream(args: GRPOConfig) -> int:
+    if args.max_steps <= 0:
+        raise UnfitDataError("the training data set is a stream, which has no length: set max_steps")
+    return prompts_needed(args)
+
+
 @dataclass
 class Generation:
     """Completions of one sampling, whole groups, in order; lists without a group index run over all completions of all processes."""
@@ -231,7 +241,7 @@ class Generation:
         flat = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
         by_function, lengths = dict(zip(functions.keys, scores, strict=True)), [c.sampled_tokens for _, c in flat]
         size = len(sampled[0])
-        rewards, advantages, metrics = combine(by_function, functions.weights, lengths, size, objective)
+        rewards, advantages, metrics = combine(by_function, functions.weights.tolist(), lengths, size, objective)
         groups = [
             Group(prompt, tuple(completions), tuple(rewards[i * size : (i + 1) * size]))
             for i, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))

@@ -179,6 +179,7 @@ class Outputs:
     callback_handler: CallbackHandler
     entropy: EntropyControl
     world: World
+    _lr_scheduler: Any
     _inside = False
     """A method that all processes call at once."""
     save_state, save_metrics, log_metrics = save_state, save_metrics, log_metrics
@@ -283,18 +284,28 @@ class Outputs:
         return None if reference is None or isinstance(self.learner.scorer, KeepsAdapter) else reference.module
 
     @property
-    def reward_funcs(self) -> list[Callable[..., object]]:
-        """Functions, and models as the modules that they are."""
-        return [getattr(f, "model", f) for f in self.rewards.functions]
+    def optimizer(self) -> Any:
+        return self.learner.optimizer.adamw
 
     @property
-    def reward_processing_classes(self) -> list[object]:
+    def lr_scheduler(self) -> Any:
+        """None until ``train()`` makes one, unless the script gave its own."""
+        return self._lr_scheduler
+
+    @property
+    def reward_funcs(self) -> tuple[Callable[..., object], ...]:
+        """Functions, and models as the modules that they are. A tuple, since nothing can be added."""
+        return tuple(getattr(f, "model", f) for f in self.rewards.functions)
+
+    @property
+    def reward_processing_classes(self) -> tuple[object, ...]:
         """The tokenizers of reward models; None for functions."""
-        return [getattr(f, "tokenizer", None) for f in self.rewards.functions]
+        return tuple(getattr(f, "tokenizer", None) for f in self.rewards.functions)
 
     @property
     def reward_weights(self) -> torch.Tensor:
-        return torch.tensor(self.rewards.weights)
+        """Those that are used: a number that is changed in it counts."""
+        return self.rewards.weights
 
     @property
     def entropy_coef(self) -> float:
@@ -331,6 +342,13 @@ class Outputs:
     def __setattr__(self, name: str, value: object) -> None:
         if name in ARGUMENTS:
             raise ArgumentError(f"trainer.{name} cannot be set: set {name} in GRPOConfig, before the trainer is made")
+        if name in ("optimizer", "lr_scheduler"):
+            if value is None or value is getattr(self, name):
+                return
+            raise ArgumentError(
+                f"trainer.{name} cannot be set to a {type(value).__name__} after the trainer was made: give GRPOTrainer "
+                "optimizers=(optimizer, scheduler)"
+            )
         super().__setattr__(name, value)
 
 

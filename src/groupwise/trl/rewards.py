@@ -130,12 +130,12 @@ class RewardFunctions:
         episodes: ScriptEpisodes | None = None,
     ) -> None:  # fmt: skip
         of_environments = [] if episodes is None else list(episodes.rewards.values())
-        listed, given, self.weights = check_functions(functions, args, tokenizers, bool(of_environments))
+        listed, given, weights = check_functions(functions, args, tokenizers, bool(of_environments))
         self.functions: list[Callable[..., object]] = [
             Judge(f, t, args, device) if isinstance(f, str | PreTrainedModel) else f for f, t in zip(listed, given, strict=True)
         ]
         self.functions += of_environments
-        self.weights += [1.0] * len(of_environments)
+        self.weights = torch.tensor([*weights, *[1.0] * len(of_environments)], dtype=torch.float64)
         self.names = [_name(function) for function in self.functions]
         self.keys = [name if self.names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(self.names)]
         """Names of which no two are the same, as two lambdas' are."""

@@ -148,8 +148,9 @@ class GRPOTrainer(Outputs):
         self.reward_func_names = self.rewards.names
         room = self.policy.context_length - args.max_completion_length
         self._prompts = lambda dataset, which: PromptSet(dataset, self.processing_class, args, which, room, self.episodes)
-        self.train_prompts = self._prompts(train_dataset, "training")
-        self.schedule = Schedule.of(args, len(self.train_prompts))
+        self._generation: tuple[tuple[int, int], Generation] | None = None
+        self._read: Any = None
+        self._read_training_set()
         self._as_made = args.to_dict()
         self.entropy = EntropyControl(args)
         self.state = self._new_state()
@@ -159,8 +160,16 @@ class GRPOTrainer(Outputs):
         )
         self.completion_log = CompletionLog(args, self.world.is_first)
         self._numbers: dict[str, list[float]] = defaultdict(list)
-        self._generation: tuple[tuple[int, int], Generation] | None = None
         self.control = self._event("on_init_end")
+
+    def _read_training_set(self) -> None:
+        """The training prompts and their schedule, as far as ``train_dataset`` is another one than before or ``max_steps`` takes other
+        rows of a stream."""
+        if self._read is not self.train_dataset:
+            self.train_prompts = self._prompts(self.train_dataset, "training")
+            self._read, self._generation = self.train_dataset, None
+        self.train_prompts.follow(self.args)
+        self.schedule = Schedule.of(self.args, len(self.train_prompts))
 
     def _new_state(self) -> TrainerState:
         return TrainerState(is_local_process_zero=self.args.local_process_index == 0, is_world_process_zero=self.world.is_first)
@@ -191,13 +200,12 @@ class GRPOTrainer(Outputs):
         settings = rollout_settings(self.config.rollout)
         self._sampling = replace(settings, min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
         self.episodes = open_script(*self._actors, self.processing_class, self.policy.end_token_ids, args)
-        self.lr_scheduler: Any = scheduler  # None until train() knows how many steps there are
+        self._lr_scheduler: Any = scheduler  # None until train() knows how many steps there are
         scorer, sharding, self.engine = make_parts(
             self.policy, self.config, self.world, given is not None, self._objective.needs_reference, self.episodes
         )
         own = None if given is None else GivenOptimizer(given, self.model.parameters(), self.config.optimizer)
         self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=self._objective)
-        self.optimizer = self.learner.optimizer.adamw
         self._own_optimizer = given is not None
         sharding.check()
 
@@ -217,6 +225,7 @@ class GRPOTrainer(Outputs):
         if trial is not None or any(value is not None for value in others.values()):
             raise ArgumentError("train() takes resume_from_checkpoint only: hyper-parameter searches are not covered")
         self._check_late()
+        self._read_training_set()
         updates = self.schedule.total_updates(self.args.max_steps, self.args.num_train_epochs)
         checkpoint = self.world.on_rank0(lambda: checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint))
         self._begin(checkpoint, updates)
@@ -251,7 +260,7 @@ class GRPOTrainer(Outputs):
 
     def _begin(self, checkpoint: Path | None, updates: int) -> None:
         if checkpoint is not None and self.learner.sharding.divides_weights:
-            del self.learner, self.engine, self.optimizer, self.policy, self.model
+            del self.learner, self.engine, self.policy, self.model
             self._make(checkpoint)
             self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
         self.learner.optimizer.clear()  # a step that was interrupted left part of its gradient
@@ -261,7 +270,7 @@ class GRPOTrainer(Outputs):
             for group in self.optimizer.param_groups if not self._own_optimizer else ():
                 group["lr"] = self.args.learning_rate
                 group.pop("initial_lr", None)
-            self.lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
+            self._lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
             with warnings.catch_warnings(action="ignore"):  # torch expects the optimiser's step before its schedule's
                 for _ in range(self.state.global_step):
                     self.lr_scheduler.step()
