@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gc
+import itertools
 import json
 import math
 import os
@@ -575,6 +576,53 @@ def test_mistakes_are_one_sentence(tiny_folder, prompts, letters, settings, chan
     given = {"model": str(tiny_folder), "reward_funcs": letters, "args": settings(), "train_dataset": prompts, **changes}
     with pytest.raises(error, match=sentence):
         GRPOTrainer(**given).train()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([{"prompt": "a"}, {"prompt": " "}, {"prompt": ""}], "row 2 of the training data set has 0 tokens"),
+        ([{"prompt": [{"role": "user", "content": text}]} for text in ("a", "b", None)], "row 2 .* that is not text"),
+    ],
+)
+def test_a_late_row_that_is_blank_is_said_before_training(tiny_folder, letters, settings, rows, sentence):
+    with pytest.raises(DataError, match=sentence):
+        GRPOTrainer(str(tiny_folder), letters, settings(), Dataset.from_list(rows))
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "wanted", "error", "sentence"),
+    [
+        (Dataset.from_dict({"question": ["?"]}), None, DataError, "the eval data set .* rename the column"),
+        ({"a": Dataset.from_dict({"prompt": ["ok", "?" * 500]})}, None, DataError, "row 1 of the eval_a data set has 5"),
+        (
+            {"a": Dataset.from_dict({"prompt": ["ok"]})},
+            "reward",
+            ConfigError,
+            "begin with eval_a_: name one of them, such as 'eval_a_rew",
+        ),
+    ],
+)
+def test_an_unfit_evaluation_is_said_before_training(
+    tiny_folder, prompts, letters, settings, evaluation, wanted, error, sentence
+):
+    args = settings(eval_strategy="steps", metric_for_best_model=wanted)
+    with pytest.raises(error, match=sentence):
+        GRPOTrainer(str(tiny_folder), letters, args, prompts, evaluation)
+    GRPOTrainer(str(tiny_folder), letters, settings(), prompts, evaluation)  # which is not evaluated by itself
+
+
+def test_what_a_set_transform_gives_is_asked_for_each_time(tiny_folder, letters, settings):
+    asked, count = [], itertools.count()
+
+    def noted(prompts, completions, **kwargs):
+        asked.extend(prompts[::4])
+        return letters(completions)
+
+    data = Dataset.from_dict({"prompt": ["a", "b"]})
+    data.set_transform(lambda rows: {"prompt": [f"{text} {next(count)}" for text in rows["prompt"]]})
+    GRPOTrainer(str(tiny_folder), noted, settings(), data).train()
+    assert len(set(asked)) == 4
 
 
 def test_what_is_not_there_says_so(tiny_folder, prompts, letters, settings, monkeypatch):

@@ -78,6 +78,10 @@ class PromptSet:
         self.template_arguments: Mapping[str, Any] = args.chat_template_kwargs or {}
         self.keep_columns = not args.remove_unused_columns
         self.shuffles = bool(args.shuffle_dataset)
+        form = getattr(dataset, "format", None)
+        self._keeps = not (
+            isinstance(form, Mapping) and form.get("type") == "custom"
+        )  # a transform may give a row anew each time
         self._kept: dict[int, Prompt] = {}
         self._marks: dict[tuple[str, ...], int] = {}
         self.dataset = dataset = self._rows(dataset, args)
@@ -127,18 +131,19 @@ class PromptSet:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Prompt:
-        if isinstance(self.dataset, Stream):
+        if isinstance(self.dataset, Stream) or not self._keeps:
             return self._render(index, self.dataset[index])
         if index not in self._kept:
             self._kept[index] = self._render(index, self.dataset[index])
         return self._kept[index]
 
     def _most_tokens(self, prompt: Any) -> float:
-        """A bound on the prompt's tokens, without rendering it: a token is a byte at least."""
-        if prompt is None:  # said when it is rendered
-            return math.inf
+        """A bound on the prompt's tokens, without rendering it: a token is a byte at least. Infinite where something else may be wrong with
+        it, which rendering says."""
         if isinstance(prompt, str):
-            return len(prompt.encode()) + _MARKS
+            return len(prompt.encode()) + _MARKS if prompt.strip() else math.inf
+        if prompt is None or any(not isinstance(m.get("content"), str) for m in prompt):
+            return math.inf
         roles = tuple(str(m.get("role")) for m in prompt)
         if roles not in self._marks and len(self._marks) < 64:
             try:
@@ -146,7 +151,7 @@ class PromptSet:
                 self._marks[roles] = len(blank) + len(roles) * _MARKS
             except Exception:  # a template that wants more than roles and contents
                 return math.inf
-        return self._marks.get(roles, math.inf) + sum(len(str(m.get("content")).encode()) for m in prompt)
+        return self._marks.get(roles, math.inf) + sum(len(m["content"].encode()) for m in prompt)
 
     def _check_environments(self, factories: Iterable[object]) -> None:
         has_column = "environment" in getattr(self.dataset, "column_names", ())

@@ -151,6 +151,9 @@ class GRPOTrainer(Outputs):
         self._generation: tuple[tuple[int, int], Generation] | None = None
         self._read: Any = None
         self._read_training_set()
+        self._evaluated: dict[str, tuple[Any, PromptSet]] = {}
+        if args.eval_strategy != "no":
+            self._check_evaluation(eval_dataset)
         self._as_made = args.to_dict()
         self.entropy = EntropyControl(args)
         self.state = self._new_state()
@@ -170,6 +173,25 @@ class GRPOTrainer(Outputs):
             self._read, self._generation = self.train_dataset, None
         self.train_prompts.follow(self.args)
         self.schedule = Schedule.of(self.args, len(self.train_prompts))
+
+    def _check_evaluation(self, dataset: Any) -> None:
+        """Read the evaluation's prompts now, so that a mistake in them does not end the run at its first evaluation."""
+        if not isinstance(dataset, dict):
+            self._evaluated["eval"] = dataset, self._prompts(dataset, "eval")
+            return
+        for name, one in dataset.items():
+            self._evaluated[f"eval_{name}"] = one, self._prompts(one, f"eval_{name}")
+        wanted, starts = self.args.metric_for_best_model, [f"eval_{name}_" for name in dataset]
+        if starts and wanted is not None and not _metric_of_evaluation(wanted).startswith(tuple(starts)):
+            raise ArgumentError(
+                f"metric_for_best_model is {wanted!r}, but eval_dataset is a dict, whose metrics begin with {', '.join(starts)}: name one "
+                f"of them, such as '{starts[0]}reward'"
+            )
+
+    def _evaluation_prompts(self, dataset: Any, which: str) -> PromptSet:
+        """Those that were read at the start, where it is that data set."""
+        given, found = self._evaluated.get(which, (None, None))
+        return self._prompts(dataset, which) if found is None or given is not dataset else found
 
     def _new_state(self) -> TrainerState:
         return TrainerState(is_local_process_zero=self.args.local_process_index == 0, is_world_process_zero=self.world.is_first)
@@ -477,7 +499,7 @@ class GRPOTrainer(Outputs):
         wanted = self.args.metric_for_best_model
         if wanted is None:
             return
-        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        name = _metric_of_evaluation(wanted)
         if name not in metrics:
             raise ArgumentError(
                 f"metric_for_best_model is {wanted!r}, but evaluation has {', '.join(sorted(metrics))}: name one of them"
@@ -508,7 +530,10 @@ class GRPOTrainer(Outputs):
                 found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
         started = time.time()
-        prompts, size = self._prompts(dataset, metric_key_prefix), self.args.num_generations_eval or self.args.num_generations
+        prompts, size = (
+            self._evaluation_prompts(dataset, metric_key_prefix),
+            self.args.num_generations_eval or self.args.num_generations,
+        )
         per_batch = max(1, self.args.per_device_eval_batch_size * self.world.size // size)
         numbers: dict[str, list[float]] = defaultdict(list)
         for start in range(0, len(prompts), per_batch):
@@ -548,6 +573,10 @@ def _placeholders(args: GRPOConfig, environment_factory: Factories) -> list[dict
     if args.max_steps <= 0:
         raise ArgumentError("the environments bring the prompts, so that there is no length of the data: set max_steps")
     return [{}] * prompts_needed(args)
+
+
+def _metric_of_evaluation(name: str) -> str:
+    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def _joined(parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
