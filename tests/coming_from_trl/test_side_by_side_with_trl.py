@@ -25,6 +25,9 @@ CASES = {
         "steps_per_generation": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "num_train_epochs": 2,
         "max_steps": -1,
     },
+    "an epoch that accumulation does not divide": {
+        "steps_per_generation": 3, "gradient_accumulation_steps": 5, "per_device_train_batch_size": 4,
+    },
     "several generations in a step": {"steps_per_generation": 1, "gradient_accumulation_steps": 3},
     "passes within a step": {"num_iterations": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 4},
     "three passes, clip higher": {"num_iterations": 3, "epsilon": 0.02, "epsilon_high": 0.05},

@@ -525,6 +525,52 @@ def test_completions_are_written_beside_lists_of_words_and_prompts_with_calls(ti
     assert "['a', 'b']" in capsys.readouterr().out
 
 
+def test_logged_completions_are_training_s_and_columns_of_two_functions_are_the_last_one_s(
+    tiny_folder, prompts, letters, settings, caplog
+):
+    from pyarrow import parquet
+
+    def one(completions, log_extra, **kwargs):
+        log_extra("note", ["one"] * len(completions))
+        log_extra("short", ["one"])
+        return letters(completions)
+
+    def two(completions, log_extra, **kwargs):
+        log_extra("note", ["two"] * len(completions))
+        return letters(completions)
+
+    args = settings(log_completions=True, max_steps=1, eval_strategy="steps", per_device_eval_batch_size=4)
+    GRPOTrainer(str(tiny_folder), [one, two], args, prompts, Dataset.from_dict({"prompt": ["evaluation"]})).train()
+    rows = parquet.read_table(Path(args.output_dir) / "completions" / "completions_00001.parquet").to_pylist()
+    assert len(rows) == 8
+    assert "evaluation" not in {row["prompt"] for row in rows}
+    assert [row["note"] for row in rows] == ["two"] * 8
+    assert "short" not in rows[0]
+    assert caplog.text.count("'short', ...) was given 1 values for 8 completions") == 1
+
+
+def test_the_share_of_rewards_without_a_spread_is_counted_as_in_trl(tiny_folder, prompts, settings):
+    def by_prompt(prompts, **kwargs):
+        return [float(len(prompt)) for prompt in prompts]
+
+    rows = Dataset.from_dict({"prompt": ["a", "bb"]})
+    for way, expected in (({"scale_rewards": "batch"}, 0.0), ({"multi_objective_aggregation": "normalize_then_sum"}, 1.0)):
+        trainer = GRPOTrainer(str(tiny_folder), by_prompt, settings(max_steps=1, num_generations_eval=1, **way), rows)
+        trainer.train()
+        assert trainer.state.log_history[0]["frac_reward_zero_std"] == expected
+    trainer = GRPOTrainer(str(tiny_folder), by_prompt, settings(num_generations_eval=1), prompts)
+    assert trainer.evaluate(rows)["eval_frac_reward_zero_std"] == 1.0
+
+
+def test_an_epoch_ends_at_a_whole_number(tiny_folder, prompts, letters, settings):
+    """Twelve micro-steps, five to an optimiser step: TRL counts micro-steps."""
+    more = {"per_device_train_batch_size": 4, "steps_per_generation": 3, "gradient_accumulation_steps": 5, "max_steps": 4}
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(**more), prompts)
+    trainer.train()
+    epochs = [row["epoch"] for row in trainer.state.log_history if "loss" in row]
+    assert epochs == pytest.approx([5 / 12, 10 / 12, 1.0, 1 + 5 / 12])
+
+
 @pytest.mark.slow
 def test_a_real_tokenizer(qwen_tokenizer, chats, letters, settings):
     import copy

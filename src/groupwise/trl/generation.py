@@ -298,15 +298,20 @@ def was_cut(completion: Completion) -> bool:
 
 
 def _still(generation: Generation, args: GRPOConfig) -> float:
-    """Share of completions whose rewards' standard deviation is 0: of their group, or of the batch where that is the scale."""
-    if args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum":
+    """Share of completions whose rewards' standard deviation is 0: of their group, or of the batch where that is the scale. So has a
+    single reward, in TRL too."""
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        # Their sums are normalised for each function, and advantages are those sums divided by their deviation + 1e-4.
+        judged = zip(generation.advantages, generation.rewards, strict=True)
+        return float(_flat([math.nan if math.isnan(reward) else advantage * 1e-4 for advantage, reward in judged]))
+    if args.scale_rewards == "batch":
         return float(_flat(generation.rewards))
     return statistics.fmean(_flat(group.rewards) for group in generation.groups)
 
 
 def _flat(rewards: Sequence[float]) -> bool:
     known = [r for r in rewards if not math.isnan(r)]
-    return len(known) > 1 and max(known) - min(known) < 1e-8
+    return len(rewards) == 1 or (len(known) > 1 and max(known) - min(known) < 1e-8)
 
 
 def _mean(numbers: Sequence[float]) -> float:

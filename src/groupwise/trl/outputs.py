@@ -96,12 +96,14 @@ def words_about(args: GRPOConfig, model: str | torch.nn.Module, quantization_con
 
 
 class CompletionLog:
-    """Keeps the latest generation until a log is due. Does nothing unless ``log_completions`` is on, and in the first process alone."""
+    """Keeps training's latest generation until a log is due. Does nothing unless ``log_completions`` is on, and acts in the first process
+    alone."""
 
     def __init__(self, args: GRPOConfig, is_first: bool) -> None:
         self.on, self.limit = bool(args.log_completions) and is_first, args.num_completions_to_print
         self.folder = Path(args.output_dir) / "completions"
         self.columns: dict[str, Sequence[object]] = {}
+        self._warned: set[str] = set()
 
     def keep(self, generation: Generation, names: Sequence[str], extra: Mapping[str, Sequence[object]]) -> None:
         if not self.on:
@@ -109,7 +111,15 @@ class CompletionLog:
         count = len(generation.sampled)
         self.columns = {"prompt": list(map(_plain, generation.prompts)), "completion": list(map(_plain, generation.completions))}
         self.columns |= dict(zip(names, generation.scores, strict=True))
-        self.columns |= {name: list(values) for name, values in extra.items() if len(values) == count}
+        for name, values in extra.items():
+            if len(values) == count:
+                self.columns[name] = list(values)
+            elif name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "log_extra(%r, ...) was given %d values for %d completions, so the column is left out: give one for each", name,
+                    len(values), count,
+                )  # fmt: skip
         self.columns["advantage"] = generation.advantages
 
     def write(self, step: int) -> None:

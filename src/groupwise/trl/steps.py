@@ -86,6 +86,10 @@ class Schedule:
         """Optimiser steps in an epoch; the last may have fewer micro-steps than the others."""
         return math.ceil(self.micro_steps / self.accumulation)
 
+    def share_done(self, update: int) -> float:
+        """The share of the epoch's micro-steps that are made after its optimiser step ``update``."""
+        return min((update + 1) * self.accumulation, self.micro_steps) / self.micro_steps
+
     @property
     def off_policy(self) -> bool:
         """Whether the weights move between a generation and some of its micro-steps."""

@@ -353,7 +353,7 @@ class GRPOTrainer(Outputs):
         self._numbers["step_time"].append(time.perf_counter() - started)
         self._recent = {"grad_norm": stepped["optimizer/grad_norm"].value, "learning_rate": rate}
         self.state.global_step += 1
-        self.state.epoch = epoch + (update + 1) / self.schedule.updates
+        self.state.epoch = epoch + self.schedule.share_done(update)
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
             self.learner.renew_reference()
         every = self.args.torch_empty_cache_steps
@@ -418,11 +418,16 @@ class GRPOTrainer(Outputs):
             numbers[name].append(number)
         for name, values in _joined(world.all_gather_object(dict(logged))).items():
             numbers[name].append(statistics.fmean(values))
+        share = sum(len(completions) for _, completions in own)
+        columns = {  # where two functions log one of the same name, the last counts
+            name: values[-share:] if share and len(values) % share == 0 else values for name, values in extra_columns.items()
+        }
+        extra = _joined(world.all_gather_object(columns))
         if numbers is self._numbers:
             tokens = sum(len(g.prompt.token_ids) + c.sampled_tokens for g in generation.groups for c in g.completions)
             self.state.num_input_tokens_seen += tokens
+            self.completion_log.keep(generation, self.rewards.names, extra)
         numbers["num_tokens"] = [self.state.num_input_tokens_seen]
-        self.completion_log.keep(generation, self.rewards.names, _joined(world.all_gather_object(dict(extra_columns))))
         return generation
 
     def _prepare(self, generation: Generation, index: int, number: int) -> None:
