@@ -87,6 +87,8 @@ def test_defaults_are_trl_s():
         ({"deepspeed": "ds.json"}, "leave it out"),
         ({"chat_template_kwargs": "x.json"}, "as JSON"),
         ({"logging_steps": 0}, "logging_strategy='no'"),
+        ({"logging_steps": 2.5}, "logging_steps is 2.5, but above 1 it counts steps: give a whole number"),
+        ({"save_steps": 1.5}, "save_steps is 1.5"),
         ({"generation_kwargs": {"num_beams": 2}}, "'num_beams'"),
         ({"generation_kwargs": {"do_sample": False}}, "teach nothing"),
         ({"learning_rate": "fast"}, "give it a number"),
@@ -242,6 +244,22 @@ def test_a_subclass_that_is_a_dataclass_has_its_own_fields():
     (config,) = HfArgumentParser(Recipe).parse_args_into_dataclasses(["--output_dir", "out", "--system_prompt", "Think."])
     assert (config.system_prompt, config.learning_rate, config.seen) == ("Think.", 1e-5, 8)
     assert config.to_dict()["system_prompt"] == "Think."
+
+
+def test_folders_of_the_home_are_found(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = GRPOConfig("~/runs/x", logging_dir="~/boards")
+    assert (config.output_dir, config.logging_dir) == ("/home/me/runs/x", "/home/me/boards")
+
+
+def test_fp16_that_is_set_later_takes_the_place_of_a_bf16_that_nobody_set():
+    config = GRPOConfig("out")
+    config.fp16 = True
+    config.check()
+    assert config.bf16 is False
+    config.bf16 = True
+    with pytest.raises(ConfigError, match="leave out either"):
+        config.check()
 
 
 def test_numbers_are_what_their_kind_says():

@@ -20,6 +20,7 @@ from datasets import Dataset, DatasetDict
 from safetensors import SafetensorError
 from torch.optim import lr_scheduler
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
 from groupwise.algorithm import Objective
 from groupwise.algorithm.advantages import maxrl_advantage
@@ -191,6 +192,19 @@ def test_callbacks_see_the_run_and_can_end_it(tiny_folder, prompts, letters, set
 
     GRPOTrainer(str(tiny_folder), letters, settings(max_steps=9), prompts, callbacks=[Watch()]).train()
     assert events == [("begin", 9, True), ("step", 1), ("log", True), ("step", 2), ("log", True), ("log", False), ("end", 2)]
+
+
+@pytest.mark.parametrize("variable", [None, "theirs"])
+def test_tensorboard_writes_where_logging_dir_says(tiny_folder, prompts, letters, settings, monkeypatch, variable):
+    class Board(TensorBoardCallback):
+        def __init__(self):  # what transformers 5 does; the package need not be there
+            self.logging_dir = os.getenv("TENSORBOARD_LOGGING_DIR")
+
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", variable)
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(logging_dir="mine"), prompts, callbacks=[Board])
+    assert trainer.pop_callback(Board).logging_dir == (variable or "mine")
 
 
 def test_evaluation_in_a_run_and_by_itself(tiny_folder, prompts, letters, settings):
@@ -734,6 +748,10 @@ def test_what_is_set_after_the_trainer_was_made_counts_or_is_an_error(tiny_folde
     assert same(before, weights(trainer)), "a rate of 0 trains nothing"
     trainer.args.beta = 0.5
     with pytest.raises(ConfigError, match=r"beta was changed from 0.0 to 0.5"):
+        trainer.train()
+    trainer.args.fp16, trainer.args.bf16 = True, None  # from which bf16=False follows
+    trainer.args.beta = 0.0
+    with pytest.raises(ConfigError, match=r"fp16 was changed from False to True"):
         trainer.train()
 
 

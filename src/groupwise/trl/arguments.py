@@ -109,8 +109,8 @@ optim_args str? = None | x | Pass `optimizers=(optimizer, None)` with an optimis
 optim_target_modules names? = None | x | Remove it: it belongs to GaLore and APOLLO, which are not here.
 average_tokens_across_devices bool = True | - | Losses are always divided by counts over all processes.
 label_smoothing_factor float = 0.0 | - | GRPO has no labels, in TRL neither.
-bf16 bool? = None | h | A model loaded by name computes in bfloat16 with fp32 master weights; False without `fp16`: in float32.
 fp16 bool = False | h | A model loaded by name computes in float16, its loss scaled, with fp32 master weights.
+bf16 bool? = None | h | A model loaded by name computes in bfloat16 with fp32 master weights; False without `fp16`: in float32.
 bf16_full_eval bool = False; fp16_full_eval bool = False | x | Leave it out: evaluation computes in the numbers of training.
 gradient_checkpointing bool = True | h | Activations are recomputed in the backward pass. Sampling keeps its cache.
 gradient_checkpointing_kwargs dict? = None | - | Checkpointing is always the non-reentrant kind; gradients are the same.
@@ -162,7 +162,8 @@ do_eval bool = False | - | A flag for scripts; `eval_strategy` decides.
 do_predict bool = False | - | A flag for scripts; the trainer does not read it.
 resume_from_checkpoint str? = None | - | A flag for scripts: pass it to `train(resume_from_checkpoint=...)`.
 local_rank int = -1 | - | The launcher's environment says it.
-model_init_kwargs dict? = None | h | `dtype`, `revision`, `attn_implementation`, `quantization_config`; not others.
+model_init_kwargs dict? = None | h | `dtype`, `revision`, `attn_implementation`, `quantization_config`, `trust_remote_code`; `use_cache` and
+    `device_map="auto"` change nothing; not others.
 router_aux_loss_coef float?: None, 0.0 = None | h | 0.0 only: mixture-of-experts models must say so, since their auxiliary loss is not here.
 disable_dropout bool = False | h | Dropout of the base model never acts here; True silences an adapter's too.
 cast_lm_head_to_fp32 bool = False | -! | `bf16=False` computes all in float32; else the head is bfloat16, its softmax float32.
@@ -195,7 +196,7 @@ transformers_continuous_batching_config dict? = None | - | Only matters with `us
 
 _FORMER = """
 warmup_ratio float: 0 to 1 = 0.0 | h* | Share of the run that is warmup (transformers 4; now a `warmup_steps` below 1).
-logging_dir str? = None | h | Folder of the TensorBoard callback (transformers 4).
+logging_dir str? = None | h | Folder of the TensorBoard callback, unless the variable TENSORBOARD_LOGGING_DIR names one.
 no_cuda bool = False | h | The same as `use_cpu`.
 overwrite_output_dir bool = False | - | Nothing in `output_dir` is removed.
 save_safetensors bool = True | x | Leave it at True: weights are always written as safetensors.

@@ -78,7 +78,7 @@ class GRPOConfig(_Fields):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ARGUMENTS:
             value = _plain(ARGUMENTS[name], value)
-            if name in _FOLLOW:
+            if name in (*_FOLLOW, "bf16"):
                 self.__dict__.setdefault("_given", {})[name] = value
             if self.__dict__.get("_checked") and (problem := _problem_of(name, value)):
                 raise _told([problem])
@@ -265,9 +265,11 @@ def _lower_start(text: str) -> str:
 
 def _follow_old_names(args: GRPOConfig) -> None:
     own = args.__dict__
-    own["output_dir"] = "trainer_output" if args.output_dir is None else str(args.output_dir)
+    own["output_dir"] = "trainer_output" if args.output_dir is None else os.path.expanduser(args.output_dir)
+    own["logging_dir"] = None if args.logging_dir is None else os.path.expanduser(args.logging_dir)
     own["scale_rewards"] = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
-    own["bf16"] = not args.fp16 if args.bf16 is None else bool(args.bf16)
+    wanted = own.get("_given", {}).get("bf16")  # what the script said: fp16 may have been set since it was derived
+    own["bf16"] = not args.fp16 if wanted is None else bool(wanted)
     own["use_cpu"] = args.use_cpu or args.no_cuda
     if args.warmup_ratio and not args.warmup_steps:
         own["warmup_steps"] = args.warmup_ratio
@@ -290,6 +292,8 @@ def _contradictions(args: GRPOConfig) -> Iterator[str]:
         steps = getattr(args, f"{name}_steps")
         if getattr(args, f"{name}_strategy") == "steps" and not steps > 0:
             yield f"{name}_steps is {steps} with {name}_strategy='steps', but it must be above 0: raise it or set {name}_strategy='no'"
+        elif getattr(args, f"{name}_strategy") == "steps" and steps > 1 and steps % 1:
+            yield f"{name}_steps is {steps}, but above 1 it counts steps: give a whole number, or a share of the run below 1"
     if args.fp16 and args.bf16:
         yield "fp16 and bf16 are both True, but a model computes in one of the two: leave out either"
     if args.use_vllm and args.vllm_mode == "server":

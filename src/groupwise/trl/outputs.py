@@ -56,15 +56,19 @@ def callback_handler(
     scheduler: LRScheduler | None,
 ) -> CallbackHandler:  # fmt: skip
     """transformers' defaults, trackers that ``report_to`` names, the script's own, and a progress bar or printed logs."""
-    from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
     display = PrinterCallback if args.disable_tqdm else ProgressCallback
     try:
         trackers = get_reporting_integration_callbacks(args.report_to)
         chosen = [DefaultFlowCallback, *trackers, *(callbacks or []), display]
-        return CallbackHandler(chosen, model, tokenizer, optimizer, scheduler)
+        handler = CallbackHandler(chosen, model, tokenizer, optimizer, scheduler)
     except (ValueError, RuntimeError) as error:  # an unknown tracker, or one whose package is not installed
         raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
+    for callback in handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
+            callback.logging_dir = args.logging_dir  # transformers 4 asks args
+    return handler
 
 
 def words_about(args: GRPOConfig, model: str | torch.nn.Module, quantization_config: object) -> Iterator[str]:
