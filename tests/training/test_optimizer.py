@@ -156,6 +156,16 @@ def test_a_gradient_that_is_not_finite_is_dropped_whole(dtype, bad):
     assert math.isfinite(norm)
 
 
+def test_decay_of_matrices_spares_vectors_but_dora_s_magnitudes():
+    names = ("q.weight", "norm.weight", "q.lora_magnitude_vector.default.weight")
+    parameters = [(n, nn.Parameter(torch.ones(s))) for n, s in zip(names, ((2, 2), (2,), (2,)), strict=True)]
+    optimizer = MasterAdamW(parameters, config_of(weight_decay=0.5, decay="matrices"))
+    for _, parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(1e-2)
+    assert [float(p.detach().mean()) for _, p in parameters] == pytest.approx([0.995, 1.0, 0.995])
+
+
 def test_schedules_in_closed_form():
     peak = 8e-4
     constant = config_of(learning_rate=peak)

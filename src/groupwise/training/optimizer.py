@@ -264,7 +264,9 @@ class MasterAdamW:
 
     def _make_adamw(self) -> Any:
         config = self.config
-        spared = [config.decay == "matrices" and p.dim() < 2 for p in self.parameters]
+        # DoRA's magnitudes are vectors of a matrix, and no norms or biases.
+        matrices = [p.dim() >= 2 or "lora_magnitude_vector" in n for n, p in zip(self.names, self.parameters, strict=True)]
+        spared = [config.decay == "matrices" and not matrix for matrix in matrices]
         groups: list[dict[str, Any]] = [
             {"params": [m for m, s in zip(self.masters, spared, strict=True) if not s]},
             {"params": [m for m, s in zip(self.masters, spared, strict=True) if s], "weight_decay": 0.0},
