@@ -563,7 +563,7 @@ def test_logged_completions_are_training_s_and_columns_of_two_functions_are_the_
     assert caplog.text.count("'short', ...) was given 1 values for 8 completions") == 1
 
 
-def test_the_share_of_rewards_without_a_spread_is_counted_as_in_trl(tiny_folder, prompts, settings):
+def test_the_share_of_rewards_that_are_all_the_same_is_counted_as_in_trl(tiny_folder, prompts, settings):
     def by_prompt(prompts, **kwargs):
         return [float(len(prompt)) for prompt in prompts]
 

@@ -79,9 +79,8 @@ class PromptSet:
         self.keep_columns = not args.remove_unused_columns
         self.shuffles = bool(args.shuffle_dataset)
         form = getattr(dataset, "format", None)
-        self._keeps = not (
-            isinstance(form, Mapping) and form.get("type") == "custom"
-        )  # a transform may give a row anew each time
+        changes = isinstance(form, Mapping) and form.get("type") == "custom"  # a set_transform may give another row each time
+        self._keeps = not changes
         self._kept: dict[int, Prompt] = {}
         self._marks: dict[tuple[str, ...], int] = {}
         self.dataset = dataset = self._rows(dataset, args)

@@ -535,10 +535,8 @@ class GRPOTrainer(Outputs):
                 found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
         started = time.time()
-        prompts, size = (
-            self._evaluation_prompts(dataset, metric_key_prefix),
-            self.args.num_generations_eval or self.args.num_generations,
-        )
+        prompts = self._evaluation_prompts(dataset, metric_key_prefix)
+        size = self.args.num_generations_eval or self.args.num_generations
         per_batch = max(1, self.args.per_device_eval_batch_size * self.world.size // size)
         numbers: dict[str, list[float]] = defaultdict(list)
         for start in range(0, len(prompts), per_batch):
