@@ -56,7 +56,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "share",
         "Prompt tokens that vLLM took from its prefix cache.",
     ),
-    "episodes/turns": ("turns", "Mean number of turns of the policy in a completion; these only with rollout.tools or an environment."),
+    "episodes/turns": (
+        "turns",
+        "Mean number of turns of the policy in a completion; these only with rollout.tools or an environment.",
+    ),
     "episodes/calls": ("calls", "Mean number of calls of tools in a completion."),
     "episodes/invalid_calls": ("share", "Calls that could not be read, or of a tool or argument that does not exist."),
     "episodes/failed_calls": ("share", "Calls in which the tool raised, returned no text, or took too long."),
