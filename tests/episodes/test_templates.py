@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.episodes.templates import TurnTemplate
+from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.errors import ModelError
 from groupwise.models.load import end_token_ids
 
@@ -25,6 +25,11 @@ FORGETS = (  # as Qwen3 and DeepSeek-R1 do: thinking of earlier turns is dropped
 )
 MOVES = (  # the last message's role is told at the top
     "{{ messages[-1]['role'] }}: {% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ALTERNATES = (  # as Gemma's and Mistral's: only user and assistant, in turn
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles alternate') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -135,6 +140,22 @@ def test_a_template_without_tools_is_given_results_as_the_users_words(qwen_token
     template = TurnTemplate(with_template(qwen_tokenizer, refuses), ends_of(qwen_tokenizer))
     assert template.role == "user"
     assert "user\n42" in qwen_tokenizer.decode(template.given(["42"]))
+
+
+def test_several_results_are_one_turn_where_they_are_the_users_words(qwen_tokenizer):
+    tokenizer = with_template(qwen_tokenizer, ALTERNATES)
+    template = TurnTemplate(tokenizer, ends_of(tokenizer))
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "I call."}, {"role": "user", "content": "1\n2"}]
+    given = template.given(["1", "2"])
+    assert ids_of(tokenizer, said, add_generation_prompt=True)[-len(given) :] == given
+    assert tokenizer.decode(given) == "\n<|im_start|>user\n1\n2<|im_end|>\n<|im_start|>assistant\n"
+    conversation = Conversation(template, said[:1], template._render(said[:1]))
+    assert conversation.go_on("I call.", ["1", "2"], "tool") is None
+    assert conversation.messages == said
+    results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "user", "content": "And now?"}]
+    assert template.with_results(results) == [{"role": "user", "content": "1\n2\nAnd now?"}]
+    words = [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Well?"}]
+    assert template.with_results(words) == words  # what a program asks for is left as it is
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class Episodes:
     ) -> tuple[list[int], bool]:
         """The tokens that the policy is given after it ``said`` something, and whether they are the whole conversation, written again."""
         if conversation is not None:
-            whole = conversation.go_on(said.text, reply.given, partner.role or self.template.role)
+            whole = conversation.go_on(said.text, reply.given, partner.role or "tool")
             if whole is not None:
                 return whole, True
         return list(reply.given_ids) or self.template.given(reply.given, partner.role), reply.rewritten

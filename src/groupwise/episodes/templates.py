@@ -47,7 +47,7 @@ class TurnTemplate:
 
     def given(self, texts: Sequence[str], role: str | None = None) -> list[int]:
         """The tokens that follow a turn of the policy up to its next. One message for each text; ``role``: another than a tool's."""
-        return self.given_messages([{"role": role or self.role, "content": text} for text in texts])
+        return self.given_messages([{"role": role or "tool", "content": text} for text in texts])
 
     def given_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The same for messages, each in its role. Raises ModelError where the template refuses them."""
@@ -73,8 +73,22 @@ class TurnTemplate:
 
     def _harmless_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """What the policy is given as the template takes it."""
-        roles = [self.role if message["role"] == "tool" else message["role"] for message in messages]
-        return [{"role": role, "content": self.harmless(m["content"])} for role, m in zip(roles, messages, strict=True)]
+        harmless = [{"role": m["role"], "content": self.harmless(m["content"])} for m in messages]
+        return self.with_results(harmless)  # type: ignore[return-value]
+
+    def with_results(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """``messages`` with results of tools in the role that they have here. Where that is the user's, those that follow each other, and
+        what the user says then, are one turn: many templates demand that turns of user and assistant alternate."""
+        shown: list[dict[str, Any]] = []
+        after_result = False
+        for message in messages:
+            role = self.role if message["role"] == "tool" else message["role"]
+            if after_result and role == "user":
+                shown[-1]["content"] += f"\n{message['content']}"
+            else:
+                shown.append({**message, "role": role})
+            after_result = message["role"] == "tool" and role == "user"
+        return shown
 
     def _after(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What stands after what the policy says."""

@@ -167,7 +167,7 @@ class Calls:
         for one in messages:
             if one["role"] == "tool":
                 one["content"] = self.template.harmless(one["content"])
-                one["role"] = self.template.role
+        messages = self.template.with_results(messages)
         if self.form.native:
             return messages, system, [tool.schema for tool in ask.tools] or None
         for one in messages:
