@@ -6,10 +6,12 @@ import copy
 from typing import Any
 
 import pytest
+from transformers import AddedToken
 
 from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.errors import ModelError
 from groupwise.models.load import end_token_ids
+from tests.tiny import write_tiny_tokenizer
 
 RESULTS = (["42"], ["1", "2"], [""], ['{"a": 1}\nline'], ["  spaced  "], ["ünï 漢字 🙂"])
 GENERATION = (
@@ -71,6 +73,25 @@ def test_appending_gives_what_rendering_the_whole_would(tokenizer, results):
         ids = [*ids, *tokenizer(turn, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id, *given]
         messages += [{"role": "assistant", "content": turn}, *({"role": "tool", "content": result} for result in results)]
         assert ids == ids_of(tokenizer, messages, add_generation_prompt=True)
+
+
+def test_marks_of_turns_that_take_the_spaces_behind_them_are_encoded_as_in_the_template(tmp_path):
+    """As in Phi-3's tokenizer, whose template writes a newline behind each mark: ``rstrip`` takes it."""
+    tokenizer = write_tiny_tokenizer(tmp_path)
+    marks = ("<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer.add_tokens([AddedToken(mark, rstrip=True, special=True, normalized=False) for mark in marks])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    asked, answer = [{"role": "user", "content": "6 * 7?"}], {"role": "assistant", "content": "I say 42"}
+    given = TurnTemplate(tokenizer, [end]).given(["No."], "user")
+    said = [*tokenizer("I say 42", add_special_tokens=False)["input_ids"], end]
+    whole = [*asked, answer, {"role": "user", "content": "No."}]
+    assert ids_of(tokenizer, asked, add_generation_prompt=True) + said + given == ids_of(
+        tokenizer, whole, add_generation_prompt=True
+    )
 
 
 def test_tools_in_the_system_turn_change_nothing_between_turns(qwen_tokenizer):

@@ -37,13 +37,14 @@ class TurnTemplate:
                 "an episode needs a chat template, which says how turns are written, and the tokenizer has none: take an instruct model"
             )
         self.tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        self._end_ids = tuple(end_token_ids)
         self._ends = [tokenizer.decode([token]) for token in end_token_ids]
         # Not all have a role: those of a header may be marked in the table of added tokens alone.
         marked = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
         self._special = sorted({*tokenizer.all_special_tokens, *marked, *self._ends}, key=len, reverse=True)
         self.role = "tool" if self._knows_tools() else "user"
         """The role of a tool's result. A template that does not know tools is given it as the user's words."""
-        self._tail([{"role": self.role, "content": ""}])
+        self._ended([{"role": self.role, "content": ""}])
 
     def given(self, texts: Sequence[str], role: str | None = None) -> list[int]:
         """The tokens that follow a turn of the policy up to its next. One message for each text; ``role``: another than a tool's."""
@@ -51,7 +52,12 @@ class TurnTemplate:
 
     def given_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The same for messages, each in its role. Raises ModelError where the template refuses them."""
-        return self.tokenizer(self._tail(messages), add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
+        end, tail = self._ended(messages)
+        # Behind their end token, as the template has them: some tokenizers let it take the spaces that follow (Phi-3's have rstrip).
+        whole: list[int] = self.tokenizer(end + tail, add_special_tokens=False)["input_ids"]
+        if whole and whole[0] in self._end_ids:
+            return whole[1:]
+        return self.tokenizer(tail, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
     def rewrites(self, role: str | None = None) -> str | None:
         """How the template changes what stands already when a conversation goes on; None where it only appends. ``role``: of what is given
@@ -100,8 +106,8 @@ class TurnTemplate:
             )
         return after
 
-    def _tail(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What stands after the end token of the policy's turn."""
+    def _ended(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """The end token of the policy's turn, and what stands after it."""
         after = self._after(messages)
         ended = next((end for end in self._ends if end and after.startswith(end)), None)
         if ended is None:
@@ -109,7 +115,7 @@ class TurnTemplate:
                 f"the chat template writes {after[:20]!r} after a turn of the policy, and no end token of the model "
                 f"({', '.join(self._ends)}): turns cannot be told apart, so use a model whose template ends them"
             )
-        return after[len(ended) :]
+        return ended, after[len(ended) :]
 
     def harmless(self, text: str) -> str:
         """A result cannot end its turn or begin another: what would be read as a special token loses that meaning."""
