@@ -111,6 +111,12 @@ def test_neither_template_rewrites_history(tokenizer, role):
     assert TurnTemplate(tokenizer, ends_of(tokenizer)).rewrites(role) is None
 
 
+def test_a_space_before_what_was_said_rewrites_nothing(qwen_tokenizer):
+    """As Mistral's template of version 0.3 writes it."""
+    spaced = ALTERNATES.replace("{{ m['content'] }}", "{{ ' ' if m['role'] == 'assistant' else '' }}{{ m['content'] | trim }}")
+    assert TurnTemplate(with_template(qwen_tokenizer, spaced), ends_of(qwen_tokenizer)).rewrites() is None
+
+
 @pytest.mark.parametrize(("template", "words"), [(FORGETS, "<think>"), (MOVES, "user: ")])
 def test_templates_that_rewrite_history_are_found(qwen_tokenizer, template, words):
     found = TurnTemplate(with_template(qwen_tokenizer, template), ends_of(qwen_tokenizer)).rewrites()

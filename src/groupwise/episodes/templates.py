@@ -61,19 +61,19 @@ class TurnTemplate:
 
     def rewrites(self, role: str | None = None) -> str | None:
         """How the template changes what stands already when a conversation goes on; None where it only appends. ``role``: of what is given
-        between turns."""
+        between turns. As in ``Conversation.go_on``, spaces around what the policy said are not looked at."""
         role = role or self.role
         opened = self._render([_user("Go on.")])
         for said in _ANSWERS:
-            before = opened + said
+            shown = opened
             messages = [_user("Go on."), _assistant(said), {"role": role, "content": "42"}]
             for _ in range(2):
-                now = self._render(messages)
-                if not now.startswith(before):
+                now, before = self._render(messages), shown + said
+                if not (now.startswith(shown) and now[len(shown) :].lstrip().startswith(said)):
                     alike = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), len(now))
                     first = max(0, alike - 20)
                     return f"{before[first : first + 60]!r} becomes {now[first : first + 60]!r}"
-                before = now + said
+                shown = now
                 messages += [_assistant(said), {"role": role, "content": "43"}]
         return None
 
