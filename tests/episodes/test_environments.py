@@ -11,9 +11,9 @@ from rich.console import Console
 from test_driver import PLENTY, Scripted, episodes_of, prompt_of
 
 from groupwise.chat import answer_of, make_speaker
-from groupwise.config.schema import PromptConfig
+from groupwise.config.schema import Config, PromptConfig, RolloutConfig
 from groupwise.doctor import diagnose_prepared
-from groupwise.episodes import render_episode
+from groupwise.episodes import open_episodes, render_episode
 from groupwise.episodes.driver import EpisodeEngine
 from groupwise.episodes.environments import Environments
 from groupwise.errors import ConfigError, TrainingError
@@ -131,6 +131,26 @@ def test_the_prompt_has_what_the_environment_says_and_its_tools(tokenizer):
     prompt = render_episode(problem, tokenizer, PromptConfig(), "Be brief.", episodes)
     assert prompt.text.startswith("<|im_start|>system\nBe brief.\nTo use a tool, write only <call>")
     assert "add(number): Adds to the count." in prompt.text
+
+
+def test_tools_beside_an_environment_with_step_are_refused(tokenizer, tmp_path):
+    """They would be described in the prompt, and their calls read by nobody. Beside methods as tools they are called."""
+    (tmp_path / "two.py").write_text(
+        "class Game:\n    def reset(self, **row): ...\n    def step(self, text): ...\n"
+        "class Shop:\n    def reset(self, **row): ...\n    def open(self) -> str:\n        'Opens.'\n",
+        encoding="utf-8",
+    )
+    game, shop = (f"{tmp_path / 'two.py'}:{name}" for name in ("Game", "Shop"))
+    config = RolloutConfig(tools=["calculator"], environment=shop)
+    opened = open_episodes(Config(rollout=config), tokenizer, [tokenizer.eos_token_id])
+    assert opened is not None
+    prompt = render_episode(Problem("p", "?", "1"), tokenizer, PromptConfig(), None, opened)
+    assert "calculator(expression)" in prompt.text
+    assert "open()" in prompt.text
+    for named in (game, {"shop": shop, "game": game}):
+        config = RolloutConfig(tools=["calculator"], environment=named)
+        with pytest.raises(ConfigError, match=r"the environment Game answers each turn by its step, .*: leave rollout.tools out"):
+            open_episodes(Config(rollout=config), tokenizer, [tokenizer.eos_token_id])
 
 
 def test_problems_choose_their_environment_by_name(tokenizer):

@@ -144,6 +144,10 @@ class Environments:
                 f"problem {problem.id} has the environment {name!r}, but rollout.environment has {', '.join(map(str, self.factories))}: "
                 "name one of them in the column environment"
             )
+        return self._made(name)
+
+    def _made(self, name: str | None) -> Any:
+        """A new instance. Raises ConfigError where there is none to be had, or it has no ``reset``."""
         try:
             made = self.factories[name]()
         except Exception as error:
@@ -187,6 +191,17 @@ class Environments:
         methods = inspect.getmembers(type(environment), inspect.isfunction)
         chosen = [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward", "close")]
         return {name: describe(getattr(environment, name), f"{type(environment).__name__}.{name}") for name in chosen}
+
+    def refuse_tools(self) -> None:
+        """Raise ConfigError where one answers turns by ``step``: the prompt would describe the run's tools, and nobody read their calls."""
+        for name in self.factories:
+            probe = self._made(name)
+            self.done_with(probe)
+            if takes_steps(probe):
+                raise ConfigError(
+                    f"rollout.tools is set, but the environment {type(probe).__name__} answers each turn by its step, which reads no calls "
+                    "of tools: leave rollout.tools out, or make step a tool as a public method of another name"
+                )
 
     def needs_a_row(self) -> bool:
         """Whether ``reset`` must be told more of a problem than its question."""
