@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import AddedToken
 
+from groupwise.episodes.formats import format_of_template
 from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.errors import ModelError
 from groupwise.models.load import end_token_ids
@@ -149,6 +150,19 @@ def test_the_mask_is_the_library_s(qwen_tokenizer):
     )
     assert ids == found["input_ids"]
     assert mask == found["assistant_masks"]
+
+
+def test_of_several_templates_that_of_tool_use_writes_results(qwen_tokenizer):
+    """As Hermes 3 has them: prompts with tools are written by ``tool_use``, all others, those of games too, by ``default``."""
+    named = {"default": GENERATION, "tool_use": qwen_tokenizer.chat_template}
+    assert format_of_template(named) == "hermes"
+    assert format_of_template({"default": GENERATION}) == "tags"
+    both = TurnTemplate(with_template(qwen_tokenizer, named), ends_of(qwen_tokenizer))
+    one = TurnTemplate(qwen_tokenizer, ends_of(qwen_tokenizer))
+    tags = TurnTemplate(with_template(qwen_tokenizer, named), ends_of(qwen_tokenizer), native=False)
+    assert both.given(["42"]) == one.given(["42"]) != tags.given(["42"])
+    assert both.rewrites() is both.rewrites("user") is None
+    assert both._render([{"role": "user", "content": "?"}]) == tags._render([{"role": "user", "content": "?"}])
 
 
 def test_a_result_cannot_end_its_turn(tokenizer):

@@ -44,8 +44,8 @@ def open_episodes(
     if config.prompt.style != "chat":
         raise ConfigError(f"an episode needs turns, but prompt.style is {config.prompt.style}: use prompt.style=chat")
     tools = load_tools(rollout.tools, rollout.tool_timeout_s)
-    template = TurnTemplate(tokenizer, end_token_ids)
     named = format_of_template(tokenizer.chat_template) if rollout.call_format == "auto" else rollout.call_format
+    template = TurnTemplate(tokenizer, end_token_ids, native=FORMATS[named].native)
     environments, agents = None, None
     if rollout.command is not None:
         if open_agents is None:

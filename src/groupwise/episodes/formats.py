@@ -210,11 +210,14 @@ _UNREAD = ("<function=", "<arg_key>")
 """In templates whose calls have a form that no format here reads: Qwen3-Coder's and Qwen3.5's, GLM's."""
 
 
-def format_of_template(template: str | None) -> str:
-    """The name of the format that a chat template speaks of; ``tags`` where it knows no tools.
+def format_of_template(template: str | Mapping[str, str] | None) -> str:
+    """The name of the format that a chat template speaks of; ``tags`` where it knows no tools. Of templates by name that of ``tool_use``
+    counts, which describes the tools, else the ``default``.
 
     Raises ConfigError for a template that speaks of calls in a form that is not read here.
     """
+    if isinstance(template, Mapping):
+        template = template.get("tool_use", template.get("default"))
     if template and (unread := next((mark for mark in _UNREAD if mark in template), None)):
         raise ConfigError(
             f"the chat template wants calls with {unread!r}, a form that is not read here: set rollout.call_format=tags, or take "

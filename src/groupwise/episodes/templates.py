@@ -26,17 +26,21 @@ _ANSWERS = ("It is done.", "<think>\nLet me see.\n</think>\n\nIt is done.")
 class TurnTemplate:
     """Renders what the policy is given between its turns.
 
-    ``arguments``: what the template is given beside the messages, such as ``enable_thinking``.
+    ``arguments``: what the template is given beside the messages, such as ``enable_thinking``. ``native``: whether the template describes
+    the tools of prompts; of a tokenizer's templates by name that of ``tool_use`` then writes the results of tools, as it does the prompts.
 
     Raises ModelError for a tokenizer without a chat template, and for a template whose turns do not end with an end token.
     """
 
-    def __init__(self, tokenizer: Any, end_token_ids: Sequence[int], arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, end_token_ids: Sequence[int], arguments: Mapping[str, Any] | None = None, native: bool = True
+    ) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ModelError(
                 "an episode needs a chat template, which says how turns are written, and the tokenizer has none: take an instruct model"
             )
         self.tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        self._has_tool_use = native and isinstance(tokenizer.chat_template, Mapping) and "tool_use" in tokenizer.chat_template
         self._end_ids = tuple(end_token_ids)
         self._ends = [tokenizer.decode([token]) for token in end_token_ids]
         # Not all have a role: those of a header may be marked in the table of added tokens alone.
@@ -63,12 +67,13 @@ class TurnTemplate:
         """How the template changes what stands already when a conversation goes on; None where it only appends. ``role``: of what is given
         between turns. As in ``Conversation.go_on``, spaces around what the policy said are not looked at."""
         role = role or self.role
-        opened = self._render([_user("Go on.")])
+        tools = self._chosen_by(role)
+        opened = self._render([_user("Go on.")], tools)
         for said in _ANSWERS:
             shown = opened
             messages = [_user("Go on."), _assistant(said), {"role": role, "content": "42"}]
             for _ in range(2):
-                now, before = self._render(messages), shown + said
+                now, before = self._render(messages, tools), shown + said
                 if not (now.startswith(shown) and now[len(shown) :].lstrip().startswith(said)):
                     alike = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), len(now))
                     first = max(0, alike - 20)
@@ -98,7 +103,8 @@ class TurnTemplate:
 
     def _after(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What stands after what the policy says."""
-        text = self._render([_user("Go on."), _assistant(_MARK), *self._harmless_messages(messages)])
+        tools = self._chosen_by(*(message["role"] for message in messages))
+        text = self._render([_user("Go on."), _assistant(_MARK), *self._harmless_messages(messages)], tools)
         _, mark, after = text.partition(_MARK)
         if not mark:
             raise ModelError(
@@ -125,10 +131,16 @@ class TurnTemplate:
         return text
 
     def _knows_tools(self) -> bool:
+        messages = [_user("Go on."), _assistant("42"), {"role": "tool", "content": _MARK * 2}]
         try:
-            return _MARK * 2 in self._render([_user("Go on."), _assistant("42"), {"role": "tool", "content": _MARK * 2}])
+            return _MARK * 2 in self._render(messages, self._chosen_by("tool"))
         except ModelError:
             return False
+
+    def _chosen_by(self, *roles: str) -> Sequence[Mapping[str, Any]] | None:
+        """Tools by which a tokenizer chooses its template of ``tool_use`` where results of tools are among ``roles``; else None, for the
+        one that it takes without tools."""
+        return [] if self._has_tool_use and "tool" in roles else None
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The conversation as text, up to where the policy's next turn begins. ``tools``: schemas that the template describes."""

@@ -151,8 +151,8 @@ class Calls:
         if prompt.style != "chat":
             return cls(None, None, f"its prompts have no turns (prompt.style is {prompt.style})")
         try:
-            template = TurnTemplate(tokenizer, end_token_ids)
             named = format_of_template(tokenizer.chat_template) if call_format == "auto" else call_format
+            template = TurnTemplate(tokenizer, end_token_ids, native=FORMATS[named].native)
         except (ConfigError, ModelError) as error:
             return cls(None, None, str(error))
         return cls(FORMATS[named], template, "")
