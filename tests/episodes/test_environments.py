@@ -133,6 +133,14 @@ def test_the_prompt_has_what_the_environment_says_and_its_tools(tokenizer):
     assert "add(number): Adds to the count." in prompt.text
 
 
+def test_tools_are_described_in_the_system_turn_of_a_conversation_that_has_one(tokenizer):
+    own = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 6 * 7?"})
+    text = render_episode(Problem("p", own, "42"), tokenizer, PromptConfig(), "Not shown.", episodes_of(tokenizer)).text
+    assert text.startswith("<|im_start|>system\nBe brief.\nTo use a tool, write only <call>calculator(...)</call>")
+    assert "user\nWhat is 6 * 7?<|im_end|>" in text
+    assert "Not shown." not in text
+
+
 def test_tools_beside_an_environment_with_step_are_refused(tokenizer, tmp_path):
     """They would be described in the prompt, and their calls read by nobody. Beside methods as tools they are called."""
     (tmp_path / "two.py").write_text(

@@ -93,7 +93,12 @@ def render_episode(
     asked = problem if said is None else replace(problem, question=with_observation(problem.question, said))
     native = episodes.format.native
     if tools and not native:
-        system = "\n".join(filter(None, (system, describe_tools(tools, episodes.format))))
+        described, question = describe_tools(tools, episodes.format), asked.question
+        if not isinstance(question, str) and question[0]["role"] == "system":  # which is shown in place of ``system``
+            own: Message = {"role": "system", "content": f"{question[0]['content']}\n{described}"}
+            asked = replace(asked, question=[own, *question[1:]])
+        else:
+            system = "\n".join(filter(None, (system, described)))
     rendered = render(asked, tokenizer, prompt, system, [tool.schema for tool in tools] if tools and native else None)
     return replace(rendered, problem=problem)
 
