@@ -135,6 +135,16 @@ def test_the_same_question_never_stands_on_both_sides(tmp_path: Path, caplog: py
     assert (len(named.train), len(named.held_out), named.dropped) == (72, 4, {"same question as a held-out one": 8})
 
 
+def test_a_question_as_text_and_as_the_users_only_turn_is_the_same(tmp_path: Path) -> None:
+    turns = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS]
+    write_jsonl(tmp_path / "turns.jsonl", turns)
+    write_jsonl(tmp_path / "eval.jsonl", ROWS[:4])
+    found = load_problems(config(tmp_path / "turns.jsonl", eval_source=str(tmp_path / "eval.jsonl")))
+    assert (len(found.train), found.dropped) == (len(ROWS) - 4, {"same question as a held-out one": 4})
+    split = load_problems(config(tmp_path / "turns.jsonl"))
+    assert split.fingerprint == "d637d3c90abd21ff", "the split of such a file is that of earlier versions"
+
+
 def test_ids_are_unique_where_two_sources_bear_the_same_name(tmp_path: Path) -> None:
     for folder, rows in (("x", ROWS[:20]), ("y", ROWS[20:])):
         (tmp_path / folder).mkdir()

@@ -44,6 +44,7 @@ __all__ = [
     "held_out_from",
     "load_held_out",
     "load_problems",
+    "order_key",
     "question_key",
     "save_prepared",
     "to_problem",
@@ -74,7 +75,7 @@ class ProblemSet:
         digest = hashlib.blake2b(digest_size=8)
         for part in (self.train, self.held_out):
             for p in part:
-                digest.update(json.dumps([p.id, question_key(p), *p.accepted]).encode())
+                digest.update(json.dumps([p.id, order_key(p), *p.accepted]).encode())
             digest.update(b"|")
         return digest.hexdigest()
 
@@ -107,7 +108,15 @@ def held_out_from(data: DataConfig, problems: int | None = None) -> str:
 
 
 def question_key(problem: Problem) -> str:
-    """Equal for questions that are the same but for white space and capitals."""
+    """Equal for questions that are the same but for white space and capitals. A conversation that is one turn of the user is its text."""
+    question = problem.question
+    alone = not isinstance(question, str) and len(question) == 1 and question[0]["role"] == "user"
+    return order_key(replace(problem, question=question[0]["content"]) if alone else problem)  # type: ignore[index]
+
+
+def order_key(problem: Problem) -> str:
+    """What orders and fingerprints are made of: ``question_key``, but that a conversation has its roles in any case. Another key would
+    move the split of every run so far."""
     question = problem.question
     text = question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)
     return " ".join(text.split()).lower()
@@ -206,7 +215,7 @@ def _named_held_out(data: DataConfig, dropped: Counter[str]) -> list[Problem] | 
 
 def _rank(problem: Problem, seed: int) -> bytes:
     """Position in the seeded order. It depends on the question alone: adding rows to a file moves no other row across."""
-    return hashlib.blake2b(f"{seed}/{question_key(problem)}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(f"{seed}/{order_key(problem)}".encode(), digest_size=16).digest()
 
 
 def _hold_out(problems: Sequence[Problem], data: DataConfig, dropped: Counter[str]) -> tuple[list[Problem], list[Problem]]:

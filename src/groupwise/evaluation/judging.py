@@ -14,7 +14,7 @@ from groupwise.config.schema import Config
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.latex import renew_budget
 from groupwise.data.prompts import worked_completion
-from groupwise.data.sources import held_out_from, load_problems, question_key
+from groupwise.data.sources import held_out_from, load_problems, order_key, question_key
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.episodes import Episodes, render_episode
 from groupwise.errors import ConfigError, DataError
@@ -75,7 +75,7 @@ def choose_shots(config: Config, judged: Sequence[Problem]) -> list[Problem]:
 
 
 def _rank(problem: Problem, seed: int) -> bytes:
-    return hashlib.blake2b(f"shots/{seed}/{question_key(problem)}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(f"shots/{seed}/{order_key(problem)}".encode(), digest_size=16).digest()
 
 
 def _conversation(problem: Problem) -> list[Message]:
