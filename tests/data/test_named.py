@@ -140,6 +140,18 @@ def test_a_hub_that_cannot_be_reached_names_the_way_out(monkeypatch: pytest.Monk
         load_held_out(DataConfig(source="aime24", eval_source="aime24"))
 
 
+def test_columns_of_the_training_source_are_not_those_of_another_set_known_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "math500.jsonl")
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(json.dumps({"task": "2 + 3?", "result": "#### 5"}), encoding="utf-8")
+    own = {"prompt_column": "task", "answer_column": "result", "answer_format": "gsm8k", "subset": None, "folder": str(tmp_path)}
+    found = load_problems(DataConfig(source=str(mine), eval_source="math500", **own))  # type: ignore[arg-type]
+    assert (found.train[0].answer, found.held_out[0].answer) == ("5", "2")
+    other = DataConfig(source="arithmetic", eval_source="math500", prompt_column="task", folder=str(tmp_path))
+    with pytest.raises(DataError, match=r"data\.prompt_column is 'task'"):  # then it is that of the only source with columns
+        load_problems(other)
+
+
 def test_where_other_held_out_problems_come_from(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl")
     said: Callable[..., str] = lambda **settings: held_out_from(DataConfig(**settings))  # noqa: E731

@@ -183,6 +183,10 @@ def _refuse_inert(data: DataConfig) -> None:
 def _read(data: DataConfig, source: str, split: str, dropped: Counter[str]) -> list[Problem]:
     if is_prepared(source):
         return load_prepared(source, "train" if split == "train" else "held_out")
+    name = canonical_name(source)
+    another = name is not None and name != canonical_name(data.source)
+    if another and data.source != "arithmetic":  # which has no columns: those of the settings are not its own
+        data = data.model_copy(update=dict.fromkeys(("subset", "prompt_column", "answer_column")) | {"answer_format": "auto"})
     table = read_table(source, split, data.subset, named_folder(data.folder))
     columns = find_columns(table, data)
     problems = []
