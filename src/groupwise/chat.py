@@ -173,7 +173,8 @@ class Speaker:
         """
         check_text(question, "the prompt")
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
-        problem = Problem(f"chat:{len(self.messages) // 2}", asked, "")
+        # Text where nothing was said before, as in training: an environment's reset is given it.
+        problem = Problem(f"chat:{len(self.messages) // 2}", asked if self.messages else question, "")
         prompt = render_episode(problem, self.policy.tokenizer, self.prompt, self.system, self.episodes)
         room = self.policy.context_length - len(prompt.token_ids)
         if room < 1:

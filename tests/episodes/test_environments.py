@@ -370,6 +370,19 @@ def test_a_talk_with_a_model_that_learnt_a_game_is_with_the_model_itself(named, 
     assert "the model answers without its environment" in caplog.text
 
 
+def test_a_question_by_itself_is_text_for_the_environment_as_in_training(tmp_path):
+    (tmp_path / "upper.py").write_text(
+        "class Upper:\n    def reset(self, prompt):\n        return f' Say {prompt.upper()}'\n"
+        "    def step(self, text):\n        return '', 1.0, True, {}\n",
+        encoding="utf-8",
+    )
+    folder = write_tiny_llama(tmp_path / "model", tie_word_embeddings=False, max_position_embeddings=512)
+    rollout = {"environment": f"{tmp_path / 'upper.py'}:Upper"}
+    speaker = make_speaker(tiny_config(folder, write_sums(tmp_path / "sums.jsonl"), rollout=rollout), 5, 1.0, False, 0)
+    answer_of(speaker, "sea")
+    assert speaker.messages[0] == {"role": "user", "content": "sea"}
+
+
 def test_what_begins_with_a_question_needs_no_row():
     assert not Environments({None: Guess}, LONG_S).needs_a_row(), "its reset takes a seed and whatever a row has"
     assert not Environments({None: Counter}, LONG_S).needs_a_row(), "its start has a default"
