@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from groupwise.chat import settings_for_model
 from groupwise.config.schema import Config
+from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking import RunFolder
 from groupwise.tracking.environment import code_revision, processor_name
 from groupwise.tracking.files import json_text
+from groupwise.tracking.reading import answer_style, read_run
 from groupwise.tracking.text import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
 
 
@@ -32,6 +35,30 @@ def test_it_holds_the_resolved_config_and_the_environment(tmp_path):
     assert environment["python"] == sys.version.split()[0]
     assert {"torch", "transformers", "groupwise", "platform", "cpus", "usable_cpus", "code"} <= environment.keys()
     assert environment["processor"] == processor_name()
+
+
+def test_a_run_is_asked_in_the_style_that_it_found_wherever_its_data_lie(tmp_path, monkeypatch, caplog):
+    """``prompt.system: auto`` looks at the columns of the training file, which may be gone or relative to another folder."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "hard.jsonl").write_text('{"problem": "1 + 1?", "answer": "2", "difficulty": "3/8"}\n')
+    monkeypatch.chdir(tmp_path / "data")
+    config = Config.model_validate({"data": {"source": "hard.jsonl", "holdout": 0}})
+    folder = RunFolder.create(config, tmp_path / "run", "x")
+    folder.final_model.mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def style(*overrides):
+        found, _ = settings_for_model(str(folder.path), overrides)
+        return resolve_system(found.prompt, found.data)[1]
+
+    assert style() == style("data.eval_source=math500") == style("prompt.system=none") == "boxed"
+    record = read_run(folder.path)
+    assert answer_style(record.config) == "boxed"
+    assert not caplog.records
+    assert style("data.source=gsm8k") == "xml", "other data have their own"
+    folder.add_to_environment(answer_style="\x1b[31m")
+    assert style() == "xml"
+    assert "data source 'hard.jsonl' is not here" in caplog.text
 
 
 def test_a_processor_is_called_what_linux_calls_it(monkeypatch):

@@ -6,11 +6,12 @@ Every mistake is a ConfigError of one sentence. Nothing here imports torch.
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -31,7 +32,7 @@ from groupwise.errors import ConfigError, printable
 
 __all__ = [
     "HIDDEN", "Recipe", "build_config", "build_known", "changed_settings", "dump_config", "find_source", "load_config", "load_run_config",
-    "plain_yaml", "recipes", "yaml_text",
+    "plain_yaml", "recipes", "remember_style", "yaml_text",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -86,9 +87,22 @@ def load_config(source: str | Path | None, overrides: Overrides = ()) -> Config:
 
 def load_run_config(path: Path, overrides: Overrides = ()) -> Config:
     """The same of the ``config.yaml`` of a run, which may be somebody else's, or an earlier version's: what it says of
-    ``trust_remote_code`` is left out, and settings that have moved are read."""
+    ``trust_remote_code`` is left out, and settings that have moved are read. The style of answers in the data is the one that the run
+    found, whose data may have moved, unless ``overrides`` name other data."""
     with _in_one_line():
-        return _build(_of_a_run(_read(path)), overrides, of_a_run=True)
+        settings = _of_a_run(_read(path))
+        config = _build(settings, overrides, of_a_run=True)
+    if config.data.source == (settings.get("data") or {}).get("source"):
+        with suppress(OSError, ValueError, RecursionError):  # the model may be a copy without it
+            remember_style(config, json.loads((path.parent / "environment.json").read_bytes()))
+    return config
+
+
+def remember_style(config: Config, environment: object) -> None:
+    """Let ``config.data`` have the style that a run's environment.json says."""
+    style = environment.get("answer_style") if isinstance(environment, Mapping) else None
+    if style in ("xml", "boxed"):
+        config.data._found_style = style
 
 
 def build_config(settings: Mapping[str, Any], overrides: Overrides = ()) -> Config:

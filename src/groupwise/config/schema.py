@@ -9,7 +9,7 @@ import re
 import shlex
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from groupwise.config.algorithm import AlgorithmConfig, CorrectionConfig, EntropyConfig, KLConfig
@@ -130,6 +130,8 @@ class ArithmeticConfig(Section):
 class DataConfig(Section):
     """Problems to learn from, and held-out problems to be judged by."""
 
+    _found_style: Literal["xml", "boxed"] | None = PrivateAttr(default=None)
+    """Of a run that is asked: what it found `source` to have its answers in. The data may lie elsewhere by now."""
     source: str = "arithmetic"
     """`arithmetic` (built-in generator), a known name such as `gsm8k`, a file (JSONL, JSON, CSV, Parquet), a `save_to_disk`
     folder, a Hub name, or a Python function that returns rows, `my_rows.py:rows`."""

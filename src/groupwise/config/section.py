@@ -62,7 +62,7 @@ class Section(BaseModel, metaclass=_Explains):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises ConfigError for a setting that does not exist, or a value that it cannot have."""
-        if name not in type(self).model_fields:
+        if name not in type(self).model_fields and name not in self.__private_attributes__:
             raise ConfigError(SENTENCES.unknown_key(f"{SENTENCES.place(type(self))}.{name}".lstrip("."), type_of(self)))
         if name == "type":
             place = SENTENCES.place(type(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -9,13 +10,15 @@ from typing import Any, Literal
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import AnswerStyle, extract_answer, without_places
 from groupwise.data.named import NAMED, canonical_name, prepared_style
-from groupwise.data.readers import peek_columns
+from groupwise.data.readers import is_missing, peek_columns
 from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
 
 __all__ = [
     "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "render", "resolve_system", "worked_completion", "worked_expressions",
 ]  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 SYSTEM_PROMPTS: dict[str, str] = {
     "xml": "First write your reasoning between <reasoning> and </reasoning>. Then write only the final answer between <answer> and "
@@ -30,7 +33,10 @@ CALCULATOR_MARK = re.compile(r"<<([^<>]*?)(?:=[^<>]*)?>>")
 
 
 def default_style(data: DataConfig) -> AnswerStyle:
-    """The style of a data set known by name; ``boxed`` for POLARIS by its columns; a prepared folder's own; ``xml`` for all else."""
+    """The style of a data set known by name; ``boxed`` for POLARIS by its columns; a prepared folder's own; ``xml`` for all else. Of a run
+    that is asked the one that it found."""
+    if data._found_style is not None:
+        return data._found_style
     name = canonical_name(data.source)
     if name is not None:
         return NAMED[name].style
@@ -39,6 +45,12 @@ def default_style(data: DataConfig) -> AnswerStyle:
     prepared_for = prepared_style(data.source)
     if prepared_for is not None:
         return prepared_for
+    if is_missing(data.source):
+        log.warning(
+            "data source %r is not here, and the place of answers goes by it: <answer> tags are taken; set prompt.system to boxed "
+            "where the model was trained with that",
+            data.source,
+        )
     columns = set(peek_columns(data.source, data.split))
     return "boxed" if any(known <= columns for known in BOXED_COLUMNS) else "xml"
 

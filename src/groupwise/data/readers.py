@@ -16,7 +16,7 @@ from groupwise.data.named import NAMED, SUFFIXES, canonical_name, local_copy
 from groupwise.errors import DataError
 from groupwise.importing import import_member, in_one_line
 
-__all__ = ["Row", "Table", "is_local", "names_function", "peek_columns", "read_table"]
+__all__ = ["Row", "Table", "is_local", "is_missing", "names_function", "peek_columns", "read_table"]
 
 KNOWN = ("arithmetic", *NAMED)
 SPLIT_NAMES = ("train", "validation", "valid", "dev", "test", "held_out", "eval")
@@ -44,6 +44,12 @@ class Table:
 
 def is_local(source: str) -> bool:
     return canonical_name(source) is None and Path(source).expanduser().exists()
+
+
+def is_missing(source: str) -> bool:
+    """Whether it is the path of a file or folder that is not here. A name of the Hub is no path."""
+    path = canonical_name(source) is None and _looks_like_path(source) and not names_function(source)
+    return path and not Path(source).expanduser().exists()
 
 
 def names_function(source: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import yaml
 
 from groupwise.config import Config, build_known
-from groupwise.config.load import plain_yaml
+from groupwise.config.load import plain_yaml, remember_style
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
@@ -163,13 +163,15 @@ def read_run(path: Path | str) -> RunRecord:
         )
     bad: Counter[str] = Counter()
     settings = read_settings(folder.config, bad)
-    config = fitting_config(settings, bad)
+    config, environment = fitting_config(settings, bad), read_object(folder.environment, bad) or {}
+    if config is not None:
+        remember_style(config, environment)
     return RunRecord(
         name=folder.path.absolute().name,
         path=folder.path,
         settings=settings,
         config=config,
-        environment=read_object(folder.environment, bad) or {},
+        environment=environment,
         steps=read_steps(folder.metrics, bad),
         completions=read_completions(folder.completions, answer_style(config), bad),
         evaluations=read_evaluations(folder.evaluations, bad),

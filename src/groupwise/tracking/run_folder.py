@@ -24,6 +24,7 @@ import yaml
 
 from groupwise.config.load import plain_yaml, yaml_text
 from groupwise.config.schema import Config
+from groupwise.data.prompts import default_style
 from groupwise.durable import sync_folder, write_bytes
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
@@ -48,7 +49,7 @@ class RunFolder:
     """Paths inside a run's folder, and the writing of its JSON files.
 
     config.yaml            every setting, defaults included
-    environment.json       versions, machine, code revision, seeds, command
+    environment.json       versions, machine, code revision, seeds, command, where answers stand in the data
     metrics.jsonl          one line a step
     completions.jsonl      a few groups a step, with their rewards, of the first ones token by token
     evaluations/           one file per stage and mode, one line per problem
@@ -189,6 +190,7 @@ class RunFolder:
         }
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         about = {"recipe": recipe_name, "id": uuid.uuid4().hex[:12], "started": started, "seeds": seeds}
+        about["answer_style"] = default_style(config.data)  # for who asks the model where the data do not lie
         write_json(self.environment, {**about, **describe_environment(command)})
 
     def add_to_environment(self, **facts: object) -> None:
