@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import grade
@@ -16,6 +17,7 @@ from groupwise.data.arithmetic import generate
 from groupwise.data.prompts import (
     SYSTEM_PROMPTS,
     drop_long_prompts,
+    note_on_date,
     render,
     resolve_system,
     worked_completion,
@@ -25,7 +27,9 @@ from groupwise.data.sources import load_problems
 from groupwise.episodes.tools import calculator
 from groupwise.errors import DataError, ModelError
 from groupwise.rewards.functions import is_well_formed
+from groupwise.training.setup import prepare
 from groupwise.types import Problem, Prompt
+from tests.tiny import TEMPLATE, lower_case_share, tiny_config, write_sums, write_tiny_llama
 
 CHAT = PromptConfig()
 NO_SYSTEM_ROLE = (
@@ -163,6 +167,25 @@ def test_polaris_is_known_by_a_files_columns(shared_data: Path) -> None:
         ("gsm8k", "xml"),
     ):
         assert resolve_system(CHAT, DataConfig(source=str(shared_data / name)))[1] == style
+
+
+def test_a_template_that_writes_the_day_s_date_is_told_before_the_run(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dated = (  # as Llama 3.2's
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}Today Date: {{ date_string }}\n"
+    )
+    settings = tiny_config(folder, write_sums(tmp_path / "sums.jsonl"))
+    for template, notes in ((TEMPLATE, 0), (dated + TEMPLATE, 1)):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        found = prepare(settings, {"letters": lower_case_share}).notes
+        assert sum("begin it with {%- set date_string" in note for note in found) == notes
+    tokenizer.chat_template = "{%- set date_string = '26 Jul 2024' -%}" + dated + TEMPLATE
+    assert "Today Date: 26 Jul 2024\n" in render(problem("?"), tokenizer, CHAT, None).text, "the remedy works"
+    tokenizer.chat_template = dated.replace("date_string", "now") + TEMPLATE
+    assert "write a date in place of strftime_now" in str(note_on_date(tokenizer, CHAT))
+    assert note_on_date(tokenizer, PromptConfig(style="plain")) is None
 
 
 def test_system_prompts_are_short(qwen_tokenizer: Any) -> None:

@@ -15,7 +15,8 @@ from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
 
 __all__ = [
-    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "render", "resolve_system", "worked_completion", "worked_expressions",
+    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "render", "resolve_system", "worked_completion",
+    "worked_expressions",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,19 @@ def render(
         return _render_chat(problem, tokenizer, messages, tools)
     text = _plain_text(messages) if prompt.style == "plain" else "\n".join(m["content"].strip() for m in messages)
     return Prompt(problem, text, tuple(tokenizer(text)["input_ids"]))
+
+
+def note_on_date(tokenizer: Any, prompt: PromptConfig) -> str | None:
+    """A sentence for a chat template that writes the day's date (Llama 3.2's does), by which prompts differ from day to day; else None."""
+    template = str(getattr(tokenizer, "chat_template", None))
+    if prompt.style != "chat" or "strftime_now" not in template:
+        return None
+    taken = "date_string" in template
+    remedy = "begin it with {%- set date_string = '26 Jul 2024' -%}" if taken else "write a date in place of strftime_now"
+    return (
+        "the chat template writes today's date into prompts, so a run that is resumed or evaluated on another day has others: to keep "
+        f"them, take a copy of the model's folder, and change its chat template: {remedy}."
+    )
 
 
 def _conversation(question: str | Sequence[Message], system: str | None) -> list[Message]:

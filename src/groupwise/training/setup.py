@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from groupwise.algorithm import Objective
 from groupwise.config.combinations import note_on_processes, notes, prompt_limit, refuse_untrainable
 from groupwise.config.schema import Config
-from groupwise.data.prompts import drop_long_prompts, resolve_system
+from groupwise.data.prompts import drop_long_prompts, note_on_date, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
 from groupwise.engines import check_engine
@@ -183,20 +183,21 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         hf_config=hf_config,
         episodes=episodes,
         context_length=context,
-        notes=_notes(config, suite, hf_config, processes or world_size(), dropped, short, folder),
+        notes=_notes(config, suite, hf_config, tokenizer, processes or world_size(), dropped, short, folder),
         short_of_memory=short,
     )
 
 
 def _notes(
-    config: Config, suite: RewardSuite, hf_config: PretrainedConfig, processes: int, dropped: list[str], short: Shortage | None,
-    folder: Path | None,
+    config: Config, suite: RewardSuite, hf_config: PretrainedConfig, tokenizer: Any, processes: int, dropped: list[str],
+    short: Shortage | None, folder: Path | None,
 ) -> list[str]:  # fmt: skip
     """What a user should know before the run, a sentence each. Raises TrainingError for a disk without room for the final model."""
     lean = why_uncovered(hf_config) is None and not (config.model.lora and config.model.lora.dropout)
     conditional = [
         attention_note(config.model.attention, hf_config.model_type) if lean else None,
         _note_on_idle_gpus(config, processes),
+        note_on_date(tokenizer, config.prompt),
         f"{short.sentence}: {SHORT_OF_MEMORY}" if short is not None else None,
         checkpoint_note(config, resolve_device(config.model.device), processes),
         disk_note(config, folder or Path(config.output.folder or "runs")),
