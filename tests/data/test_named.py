@@ -104,6 +104,8 @@ def test_which_file_of_a_folder_stands_for_a_name(tmp_path: Path) -> None:
     assert local_copy("svamp", "train", tmp_path) == train
     write(tmp_path / "gsm8k" / "test.jsonl")
     assert local_copy("gsm8k", "train", tmp_path) == tmp_path / "gsm8k"
+    write(tmp_path / "sets" / "aime24" / "train.jsonl")
+    assert local_copy("aime24", "train", tmp_path) == tmp_path / "sets" / "aime24", "a folder one level below"
 
 
 @pytest.fixture

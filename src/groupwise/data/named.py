@@ -113,10 +113,11 @@ def local_copy(name: str, split: str, folder: Path | None) -> Path | None:
     """
     if folder is None or not folder.is_dir():
         return None
-    candidates = [*folder.iterdir(), *(file for below in sorted(folder.iterdir()) if below.is_dir() for file in below.iterdir())]
+    folders = [folder, *(below for below in sorted(folder.iterdir()) if below.is_dir())]
+    candidates = [path for place in folders for path in place.iterdir()]
     files = [path for path in sorted(candidates) if path.suffix.lower() in SUFFIXES and path.is_file()]
     by_split = _first(path for path in files if canonical_name(path.stem) is None and _names(path.stem, name, split))
-    whole_folder = folder / name if (folder / name).is_dir() else None
+    whole_folder = _first(place / name for place in folders if (place / name).is_dir())
     whole_file = _first(path for path in files if canonical_name(path.stem) == name)
     return by_split or (whole_file if whole_file is not None else whole_folder)
 
