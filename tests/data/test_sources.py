@@ -67,6 +67,12 @@ def test_every_file_format_gives_the_same_problems(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_long_field_of_a_csv_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"question,answer,solution\nWhat is 1 + 1?,2,{'x' * 200_000}\n", encoding="utf-8")
+    (problem,) = load_problems(config(tmp_path / "a.csv", holdout=0)).train
+    assert len(str(problem.columns["solution"])) == 200_000
+
+
 def test_save_to_disk_folders(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     one = datasets.Dataset.from_list(ROWS)

@@ -19,6 +19,8 @@ from groupwise.importing import import_member, in_one_line
 __all__ = ["Row", "Table", "is_local", "is_missing", "names_function", "peek_columns", "read_table"]
 
 KNOWN = ("arithmetic", *NAMED)
+LONGEST_FIELD = 2**31 - 1
+"""Characters of a CSV field: as many as the module takes on any system."""
 SPLIT_NAMES = ("train", "validation", "valid", "dev", "test", "held_out", "eval")
 
 
@@ -192,6 +194,9 @@ def _rows_of_object(path: Path, content: dict[str, object]) -> object:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(
+        LONGEST_FIELD
+    )  # of the process: worked solutions are longer than the module's 131,072 characters at times
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)  # else an open quote swallows the rows that follow
         begin = 1
