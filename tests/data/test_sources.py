@@ -141,6 +141,15 @@ def test_the_same_question_never_stands_on_both_sides(tmp_path: Path, caplog: py
     assert (len(named.train), len(named.held_out), named.dropped) == (72, 4, {"same question as a held-out one": 8})
 
 
+def test_the_same_rows_on_both_sides_are_told(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    both = config(tmp_path / "a.jsonl", eval_source=str(tmp_path / "a.jsonl"))
+    with pytest.raises(
+        DataError, match=r"every question of .*a\.jsonl' is also among the 40 held-out ones of .*: name other rows"
+    ):
+        load_problems(both)
+
+
 def test_a_question_as_text_and_as_the_users_only_turn_is_the_same(tmp_path: Path) -> None:
     turns = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS]
     write_jsonl(tmp_path / "turns.jsonl", turns)

@@ -139,6 +139,11 @@ def load_problems(data: DataConfig) -> ProblemSet:
         train, held_out = _hold_out(train, data, dropped)
     else:
         train, held_out = _keep_apart(train, held_out, data, dropped)
+    if not train and held_out:
+        raise DataError(
+            f"every question of data source {data.source!r} is also among the {len(held_out):,} held-out ones of {held_out_from(data)}, "
+            "which are not trained on: name other rows in data.eval_source or data.eval_split, or leave both out for data.holdout"
+        )
     if not train:
         raise DataError(
             f"data source {data.source!r} has no training problems left: lower data.holdout or check the dropped rows"
