@@ -11,6 +11,7 @@ import inspect
 import json
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -224,6 +225,8 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 _LONGEST_EXPRESSION = 200
 _LARGEST_BITS = 400
 """The limit of a whole number in between, about 120 digits: what is larger would take memory and time, not teach anything."""
+_HEXADECIMAL = re.compile(r"(?<![\w.,])0x\w+", re.IGNORECASE)
+"""``0x10``, which as a product would be 0 by the sign x."""
 _SIGNS = str.maketrans({"x": "*", "×": "*", "·": "*", "÷": "/", "−": "-", "^": "**", ",": "", "_": " "})
 
 
@@ -235,6 +238,8 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"an expression of {len(expression)} characters is too long")
+    if (hexadecimal := _HEXADECIMAL.search(expression)) is not None:
+        raise ValueError(f"{hexadecimal[0]} is no decimal number: write it as one, or with * where times is meant")
     try:
         tree = ast.parse(expression.translate(_SIGNS).strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
