@@ -96,6 +96,16 @@ def test_a_game_answers_every_turn_and_says_when_it_is_over(tokenizer):
     )
 
 
+def test_an_observation_of_none_is_an_empty_turn(tokenizer):
+    class Silent(Guess):
+        def step(self, text: str) -> Any:
+            return None, None, text == "2", {}
+
+    ((completion,),), _, _ = played(tokenizer, lambda n, s, turn: str(turn + 1), Silent)
+    assert [turn.text for turn in completion.turns] == ["1", "", "2"]
+    assert completion.finish_reason == "stop"
+
+
 def test_a_group_starts_alike_and_each_member_plays_its_own(tokenizer):
     prompts = [Prompt(Problem("p", "?", "1", {"largest": 8}), "?", (5, 6))]
     ((*group,),), _, _ = played(

@@ -99,7 +99,9 @@ class Steps:
             taken = call_with_limit(partial(step, turn.text), {}, self.timeout_s)
             observation, reward, done, _ = taken
             reward = None if reward is None else float(reward)
-            return Reply(() if done else (shortened(as_text(observation, "step")),), "stop" if done else None, reward=reward)
+            if done:
+                return Reply(ended="stop", reward=reward)
+            return Reply(("" if observation is None else shortened(as_text(observation, "step")),), reward=reward)
         except CallTimedOut:
             return Reply(ended="timeout", calls=(_failed("timed_out", f"step did not answer within {self.timeout_s:g} seconds"),))
         except CallRaised as raised:
