@@ -42,7 +42,7 @@ __all__ = [
 
 logger = logging.getLogger("groupwise")
 
-MODEL_FOLDER, CONFIG_FILE = "final_model", "config.yaml"
+MODEL_FOLDER, CONFIG_FILE, CHECKPOINTS, MANIFEST = "final_model", "config.yaml", "checkpoints", "manifest.json"
 LONGEST_ANSWER = 512
 """Tokens of the longest answer of a model that no run is known of."""
 _MERGED = ("model.revision=null", "model.lora=null", "model.quantization=none")
@@ -54,30 +54,43 @@ _ALONE = ("model.lora=null",)
 def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Config, Path | None]:
     """The settings with which to use ``model``: those of the run that made it, or the defaults.
 
-    ``model`` may be a run's folder, the model inside one, any model folder, or a name. Returns the config, with ``model.name``
-    filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows. The vLLM
-    that sampled for the run may have stopped, or work for another: it is used where ``overrides`` say so, and so is an engine of the
-    user's. A folder may come from anybody: it cannot grant its own code the right to run (``trust_remote_code``), which ``overrides``
+    ``model`` may be a run's folder, the model inside one, a checkpoint, any model folder, or a name. Returns the config, with
+    ``model.name`` filled in, and the run's config file where there is one: the prompt a model was trained with is part of what it knows.
+    The vLLM that sampled for the run may have stopped, or work for another: it is used where ``overrides`` say so, and so is an engine of
+    the user's. A folder may come from anybody: it cannot grant its own code the right to run (``trust_remote_code``), which ``overrides``
     alone can. Other Python that it names is for ``refuse_named_code``.
     """
     path = Path(model).expanduser()
     if (path / MODEL_FOLDER).is_dir() and (path / CONFIG_FILE).is_file():
         path = path / MODEL_FOLDER
-    run_config = path.absolute().parent / CONFIG_FILE
-    made_by_run = path.is_dir() and path.name == MODEL_FOLDER and run_config.is_file()
-    of_checkpoint = next(
-        (p / CONFIG_FILE for p in path.absolute().parents if (p / "checkpoints" / CONFIG_FILE).parent.is_dir()), None
-    )
+    elif (path / MANIFEST).is_file() and (path / "model" / "config.json").is_file():  # a checkpoint
+        path, model = path / "model", str(path / "model")
     alone = adapter_in(path) is not None
-    if alone and not made_by_run and of_checkpoint is not None and of_checkpoint.is_file():
-        made_by_run, run_config = True, of_checkpoint
-    if not made_by_run:
+    run_config = _run_of(path, alone)
+    if run_config is None:
         return load_config(None, [f"model.name={model}", *overrides]), None
     settings = [f"model.name={path}", *(_ALONE if alone else _MERGED)]
     config = load_run_config(run_config, [*settings, *overrides])
     if config.rollout.engine_is_external and not any(setting.startswith("rollout.engine=") for setting in overrides):
         config = load_run_config(run_config, [*settings, "rollout.engine=auto", *overrides])
     return config, run_config
+
+
+def _run_of(path: Path, alone: bool) -> Path | None:
+    """The settings of the run that made the model, or the adapter ``alone``, in ``path``: its final one or a checkpoint's; None where no
+    run did."""
+    if not path.is_dir():
+        return None
+    for place in (path.absolute(), path.resolve()):  # a run's model may itself be a link; ``.`` and a link to it have other names
+        runs = [place.parent] if place.name == MODEL_FOLDER else []
+        if alone:
+            runs += [parent for parent in place.parents if (parent / CHECKPOINTS).is_dir()][:1]
+        elif place.name == "model" and (place.parent / MANIFEST).is_file() and place.parent.parent.name == CHECKPOINTS:
+            runs.append(place.parents[2])
+        for run in runs:
+            if (run / CONFIG_FILE).is_file():
+                return run / CONFIG_FILE
+    return None
 
 
 def refuse_named_code(config: Config, run_config: Path | None, *, data: bool) -> None:

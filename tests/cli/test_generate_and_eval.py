@@ -193,6 +193,36 @@ def test_a_model_that_a_run_made_is_used_with_that_run_s_settings(run_folder, na
     assert (config.model.revision, config.prompt.system, config.prompt.style) == (None, "boxed", "plain")
 
 
+def test_a_run_s_model_is_known_from_within_and_by_a_link(run_folder, tmp_path, monkeypatch):
+    (tmp_path / "best").symlink_to(run_folder / "final_model")
+    monkeypatch.chdir(run_folder / "final_model")
+    for named in (".", "../final_model", str(tmp_path / "best")):
+        config, source = settings_for_model(named)
+        assert source is not None, named
+        assert (source.samefile(run_folder / "config.yaml"), config.prompt.system) == (True, "boxed"), named
+
+    elsewhere = (run_folder / "final_model").rename(tmp_path / "on-another-disk")
+    (run_folder / "final_model").symlink_to(elsewhere)
+    assert settings_for_model(str(run_folder / "final_model"))[1] == run_folder / "config.yaml"
+
+
+def test_a_checkpoint_s_whole_model_is_used_with_its_run_s_settings(run_folder, tiny_model, tmp_path, monkeypatch):
+    step = run_folder / "checkpoints" / "step-2"
+    shutil.copytree(tiny_model, step / "model")
+    (step / "manifest.json").write_text('{"files": {}}')
+    (tmp_path / "latest").symlink_to(step)
+    monkeypatch.chdir(step)
+    for named in (str(step), str(step / "model"), str(tmp_path / "latest"), ".", "model"):
+        config, source = settings_for_model(named)
+        assert source is not None, named
+        assert (source.samefile(run_folder / "config.yaml"), config.prompt.system) == (True, "boxed"), named
+        assert Path(config.model.name).samefile(step / "model"), named
+
+    alone = shutil.copytree(step, tmp_path / "alone")
+    config, source = settings_for_model(str(alone))
+    assert (config.model.name, source) == (str(alone / "model"), None), "outside its run it is a model like any"
+
+
 def test_a_model_whose_run_was_sampled_by_vllm_needs_no_server(run_folder):
     config_file = run_folder / "config.yaml"
     settings = yaml.safe_load(config_file.read_text()) | {"rollout": {"engine": "vllm", "vllm": {"url": "http://a-node:8300"}}}
