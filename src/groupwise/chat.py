@@ -252,11 +252,13 @@ def answer_of(speaker: Speaker, question: str) -> str:
 
 
 def answer_lines(speaker: Speaker, lines: Iterable[str], out: TextIO) -> None:
-    """Each line that is not blank is a question by itself."""
+    """Each line that is not blank is a question by itself. Ends where nobody reads the answers any more."""
     for line in lines:
         if line.strip():
             speaker.forget()
             speaker.answer(line.strip(), out)
+        if getattr(out, "lost", False):  # as `groupwise.streams` says of a pipe
+            return
 
 
 def answer_lines_together(speaker: Speaker, lines: Sequence[str], out: TextIO, world: World) -> None:

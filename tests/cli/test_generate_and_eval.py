@@ -601,6 +601,18 @@ def test_a_line_knows_nothing_of_the_line_before(speaker):
     assert "one" not in speaker.engine.prompts[1].casefold()
 
 
+def test_no_line_is_answered_once_nobody_reads_the_answers(speaker):
+    class Cut(io.StringIO):
+        """As a pipe whose reader has gone, after the first answer."""
+
+        @property
+        def lost(self):
+            return self.getvalue().count("\n") == 1
+
+    answer_lines(speaker, ["one", "two", "three"], Cut())
+    assert len(speaker.engine.prompts) == 1
+
+
 def test_an_evaluation_that_is_stopped_goes_on(groupwise, tiny_model, run_folder, problems, tmp_path, monkeypatch):
     from groupwise.engines.wrappers import DealtEngine
 
