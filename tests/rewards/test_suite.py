@@ -181,6 +181,23 @@ def test_arguments_win_over_columns():
     assert suite.score(make_prompt(columns={"difficulty": 3}), make_completions("x")).rewards == (9.0,)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "columns", "reward"),
+    [
+        ("strict_xml", {}, {"score": 0.9}, 0.5),
+        ("length", {"target": 4}, {"unit": "cm", "target": "3", "bounded": None}, -1.0),
+        ("accuracy", {}, {"lenient": False, "in_format": True}, 1.0),
+        ("keyword", {"words": ["clips"]}, {"avoid": "24", "case_sensitive": 1}, 0.0),
+        ("repetition_penalty", {"ngram": 1}, {"strength": 0.0}, None),
+    ],
+)
+def test_a_column_is_no_setting_of_a_built_in_function(name, arguments, columns, reward):
+    suite = RewardSuite.from_config(config({"function": name, "arguments": arguments}), "xml")
+    with_columns = suite.score(make_prompt(columns=columns), make_completions(RIGHT))
+    assert with_columns.rewards == suite.score(make_prompt(), make_completions(RIGHT)).rewards
+    assert reward in (None, *with_columns.rewards)
+
+
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_a_column_that_the_data_lacks_is_named(on_error):
     suite = make_suite({"f": lambda completions, difficulty: [0.0]}, on_error=on_error)

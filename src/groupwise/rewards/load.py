@@ -126,10 +126,13 @@ class LoadedReward:
         """Required keywords that the data does not supply."""
         return [name for name in self.required if name not in set(available)]
 
+    def takes(self, name: str) -> bool:
+        """Whether the data may supply it. Settings of a built-in function come from ``arguments`` alone, whatever columns are called."""
+        return (self.accepted is None or name in self.accepted) and (name in OFFERED or not self.built_in)
+
     def select(self, available: Mapping[str, object]) -> dict[str, object]:
-        """What to call the function with: of ``available`` only what it accepts, and ``arguments``, which win over columns."""
-        taken = {name: value for name, value in available.items() if self.accepted is None or name in self.accepted}
-        return {**taken, **self.arguments}
+        """What to call the function with: of ``available`` only what it takes, and ``arguments``, which win over columns."""
+        return {**{name: value for name, value in available.items() if self.takes(name)}, **self.arguments}
 
 
 def load_reward(
