@@ -224,6 +224,18 @@ def test_a_function_that_changes_its_inputs_disturbs_no_other():
     assert make_suite({"vandal": vandal, "check": check}).score(make_prompt(), make_completions("x")).rewards == (1.0,)
 
 
+def test_a_row_s_list_or_mapping_is_each_completion_s_own():
+    def uses_up(completions, tests, limits):
+        limits[0]["seconds"].clear()
+        return [float(len(one) + len(limit["seconds"])) for one, limit in zip(tests, limits, strict=True) if one.pop()]
+
+    columns = {"tests": [1, 2, 3], "limits": {"seconds": [1]}, "unused": object()}
+    suite = make_suite({"first": uses_up, "second": uses_up})
+    group = suite.score(make_prompt(columns=columns), make_completions("x", "y"))
+    assert group.components == {"first": (2.0, 3.0), "second": (2.0, 3.0)}
+    assert (columns["tests"], columns["limits"]) == ([1, 2, 3], {"seconds": [1]})
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import inspect
 import queue
 import random
@@ -98,14 +99,15 @@ class RewardArguments:
 
         Our own keywords win over columns of the same name; so ``answer`` is the extracted reference, whatever the row calls so.
         """
-        columns = dict.fromkeys(name for group in call.groups for name in batch[group][0].problem.columns)
+        named = dict.fromkeys(name for group in call.groups for name in batch[group][0].problem.columns)
+        columns = [name for name in named if call.reward.takes(name)]
         for group in call.groups:
             require_columns(call.reward, self.names(batch[group][0].problem))
-        offered = self._keywords([(g, batch[g][0], batch[g][1][m]) for g, m in call.targets], list(columns))
+        offered = self._keywords([(g, batch[g][0], batch[g][1][m]) for g, m in call.targets], columns)
         return call.reward.select(offered)
 
     def _keywords(self, chosen: Sequence[tuple[int, Prompt, Completion]], columns: Sequence[str]) -> dict[str, object]:
-        offered: dict[str, object] = {name: [p.problem.columns.get(name) for _, p, _ in chosen] for name in columns}
+        offered: dict[str, object] = {name: [_own(p.problem.columns.get(name)) for _, p, _ in chosen] for name in columns}
         offered |= {
             "prompts": [p.text if p.messages is None else [dict(m) for m in p.messages] for _, p, _ in chosen],
             "completions": [c.answer if p.messages is None else [dict(m) for m in c.messages] for _, p, c in chosen],
@@ -122,6 +124,11 @@ class RewardArguments:
         if self.max_completion_tokens is not None:
             offered["max_completion_tokens"] = [self.max_completion_tokens for _ in chosen]
         return offered
+
+
+def _own(value: object) -> object:
+    """A row's list or mapping as a copy: the row is there for all completions of the problem, and all functions."""
+    return copy.deepcopy(value) if isinstance(value, (list, dict)) else value
 
 
 def require_columns(reward: LoadedReward, offered: Sequence[str]) -> None:
