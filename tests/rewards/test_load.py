@@ -123,6 +123,9 @@ def test_what_is_wrong_with_a_file(reward_file, code, sentence):
         ("length", {"target": "far"}, r"cannot work with the arguments \{'target': 'far'\}"),
         ("length", {"unit": "lines"}, r"unit is 'lines', but it must be 'characters', 'words' or 'tokens'"),
         ("keyword", {}, r"keyword needs words"),
+        ("keyword", {"words": [True, False]}, r"keyword's words have True, which is no text: put quotes around it"),
+        ("keyword", {"words": ["a"], "avoid": ["b", 42]}, r"keyword's words have 42, which is no text"),
+        ("keyword", {"words": 42}, r"cannot work with the arguments \{'words': 42\}"),
         ("format", {"completions": []}, r"an argument 'completions', which every call already supplies"),
     ],
 )

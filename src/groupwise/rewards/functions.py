@@ -143,6 +143,10 @@ def keyword(
 
 def _word_patterns(words: Sequence[str], case_sensitive: bool) -> list[re.Pattern[str]]:
     listed = [words] if isinstance(words, str) else list(words)
+    if others := [word for word in listed if not isinstance(word, str)]:
+        raise RewardError(
+            f"keyword's words have {others[0]!r}, which is no text: put quotes around it (in YAML yes, no and 42 are not)"
+        )
     if not all(word.strip() for word in listed):
         raise RewardError("keyword needs words to look for, but one of them is blank: remove it")
     return [re.compile(rf"(?<!\w){re.escape(word.strip())}(?!\w)", 0 if case_sensitive else re.IGNORECASE) for word in listed]

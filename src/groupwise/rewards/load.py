@@ -308,7 +308,7 @@ def _try_arguments(spec: str, function: RewardFunction, arguments: Mapping[str, 
         function(**{**sample, **arguments})
     except RewardError:
         raise
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise RewardError(
             f"reward {spec!r} cannot work with the arguments {dict(arguments)}: {in_one_line(error)}; correct them"
         ) from error
