@@ -45,7 +45,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def in_one_line(error: BaseException, longest: int = 300) -> str:
     """``ValueError: too short``: type and message, cut and without line breaks, to stand inside a sentence."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception as unreadable:  # its own code makes the text
+        text = f"its message cannot be read ({type(unreadable).__name__})"
     if len(text) > longest:
         text = text[: longest - 3] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

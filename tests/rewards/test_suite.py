@@ -262,6 +262,59 @@ def test_a_function_that_raises(error, timeout_s, asynchronous):
     assert isinstance(make_suite({"fine": quick}, timeout_s=timeout_s).score(make_prompt(), make_completions("x")), Group)
 
 
+class Panic(BaseException):
+    """As Rust code behind Python raises it."""
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Panic("index out of range"), "Panic: index out of range"),
+        (Unreadable(), "Unreadable: its message cannot be read (RuntimeError)"),
+    ],
+)
+def test_a_panic_and_an_error_without_words_are_failures_like_any(error, said, asynchronous):
+    def broken(completions):
+        raise error
+
+    async def broken_async(completions):
+        raise error
+
+    suite = make_suite({"broken": broken_async if asynchronous else broken}, on_error="skip", timeout_s=LONG_S)
+    failure = suite.score(make_prompt(), make_completions("x"))
+    assert failure.kind == "raised"
+    assert said in failure.message
+
+
+def test_an_interrupt_in_a_function_is_one():
+    def stopped(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_suite({"f": stopped}, on_error="skip", timeout_s=LONG_S).score(make_prompt(), make_completions("x"))
+
+
+@pytest.mark.parametrize("timeout_s", [LONG_S, None])
+def test_a_function_that_needs_signals_is_told_where_it_can_have_them(timeout_s):
+    math_verify = pytest.importorskip("math_verify")
+
+    def equal(completions, answer):
+        return [float(math_verify.verify(*map(math_verify.parse, both))) for both in zip(answer, ["72"], strict=True)]
+
+    scored = make_suite({"equal": equal}, on_error="skip", timeout_s=timeout_s).score(make_prompt(), make_completions("x"))
+    if timeout_s is None:
+        assert scored.rewards == (1.0,)
+    else:
+        assert "another thread: set rewards.timeout_s=null and no timeout_s of its own, or isolate: process" in scored.message
+        assert "raised ValueError: Math-Verify" in scored.message
+
+
 @pytest.mark.parametrize("timeout_s", [LONG_S, None])
 def test_a_function_that_yields_its_scores_is_held_to_the_same_rules(timeout_s):
     def one_by_one(completions):
@@ -419,6 +472,7 @@ def test_without_a_limit_a_function_runs_in_the_callers_thread():
         (None, r"returned None \(is a return statement missing\?\) instead of a list of 2 scores"),
         (1.0, "returned a float instead of a list of 2 scores"),
         ("ab", "returned a str instead of a list of 2 scores"),
+        (quick, r"a coroutine \(is it an async function in a plain wrapper\? make the wrapper async\) instead of a list of 2"),
         ({"x": 1, "y": 2}, "returned a dict instead"),
         (torch.tensor(1.0), "returned a Tensor instead"),
         ({1.0, 2.0}, "returned a set instead"),
@@ -426,7 +480,9 @@ def test_without_a_limit_a_function_runs_in_the_callers_thread():
 )
 def test_a_wrong_length_always_stops(on_error, result, said):
     with pytest.raises(RewardError, match=said):
-        make_suite({"f": lambda completions: result}, on_error=on_error).score(make_prompt(), make_completions("x", "y"))
+        make_suite({"f": lambda completions: result(completions) if result is quick else result}, on_error=on_error).score(
+            make_prompt(), make_completions("x", "y")
+        )
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -212,7 +212,8 @@ def _read(
         scores = read_scores(result(), [member for _, member in call.targets])
         return [_in_tokens(score, batch[g][1][m], m, decode) for score, (g, m) in zip(scores, call.targets, strict=True)]
     except CallRaised as raised:
-        bad = BadResult("raised", f"raised {raised}", raised.__cause__)
+        remedy = _SIGNALS if _wants_signals(call, raised.__cause__, timeout_s) else ""
+        bad = BadResult("raised", f"{remedy}raised {raised}", raised.__cause__)
     except CallTimedOut as late:
         limit = time_limit(call, timeout_s)
         setting = "rewards.timeout_s" if call.reward.timeout_s is None else "its timeout_s"
@@ -221,6 +222,18 @@ def _read(
     except BadResult as wrong:
         bad = wrong
     return [bad] * len(call.targets)
+
+
+_SIGNALS = (
+    "uses signals, which the main thread alone can, but functions with a time limit run in another thread: set rewards.timeout_s=null "
+    "and no timeout_s of its own, or isolate: process; it "
+)
+
+
+def _wants_signals(call: Call, error: BaseException | None, timeout_s: float | None) -> bool:
+    """Whether it failed since it was called in a thread, as math-verify's functions do. Async ones are in one whatever the limit."""
+    in_thread = time_limit(call, timeout_s) is not None and not call.reward.isolate and not is_async(call.reward.function)
+    return in_thread and isinstance(error, ValueError) and "signal" in in_one_line(error, longest=2000)
 
 
 def _in_tokens(
@@ -344,11 +357,14 @@ def _await(outcome: concurrent.futures.Future[object], timeout_s: float | None) 
     if not done:
         raise CallTimedOut
     try:
+        error = outcome.exception()  # not by raising it: what a signal raises here is not the function's, and ends the step
+    except concurrent.futures.CancelledError as cancelled:
+        error = cancelled
+    if error is None:
         return outcome.result()
-    except CallRaised:
-        raise
-    except (Exception, SystemExit) as error:
-        raise CallRaised(_describe_error(error)) from error
+    if isinstance(error, (CallRaised, KeyboardInterrupt)):
+        raise error
+    raise CallRaised(_describe_error(error)) from error  # a panic of Rust code too, which is no Exception
 
 
 def _describe_error(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from bisect import bisect_left
@@ -11,6 +12,7 @@ from functools import cache
 from typing import Literal, cast
 
 from groupwise.config.rewards import Normalising
+from groupwise.importing import in_one_line
 from groupwise.limits import LARGEST_REWARD
 from groupwise.metrics import Mean, Metric
 from groupwise.types import Completion
@@ -165,10 +167,13 @@ def read_scores(result: object, members: Sequence[int]) -> list[float | StepRewa
     except TypeError:
         listed = None
     except Exception as error:  # a generator computes while it is read
-        raise BadResult("raised", f"raised {type(error).__name__} while its scores were read: {error}", error) from error
+        raise BadResult("raised", f"raised {in_one_line(error)} while its scores were read", error) from error
     expected = len(members)
     if listed is None:
         kind = "None (is a return statement missing?)" if result is None else f"a {type(result).__name__}"
+        if inspect.iscoroutine(result):
+            result.close()
+            kind += " (is it an async function in a plain wrapper? make the wrapper async)"
         raise BadResult("wrong_length", f"returned {kind} instead of a list of {expected} scores")
     if len(listed) != expected:
         raise BadResult("wrong_length", f"returned {len(listed)} scores for {expected} completions")
