@@ -187,6 +187,45 @@ def test_a_process_is_used_again_and_ends_with_the_suite(mischief):
     assert int(step(suite, "pid").groups[0].rewards[0]) != pid  # closed for now, not for ever
 
 
+PRINTS = """
+import time
+print("imported", end=" ")
+
+def prints(completions, **columns):
+    text = completions[0][0]["content"]
+    print("scored", text, end="" if text == "short" else "\\n")
+    if text == "late":
+        time.sleep(600)
+    return [1.0]
+"""
+
+
+@pytest.mark.parametrize("isolate", ["process", "sandbox"])
+def test_what_a_function_prints_is_shown(reward_file, isolate, capfd, monkeypatch, limits_only_for):
+    if isolate == "sandbox" and sandbox.refusal():
+        pytest.skip(f"no sandbox on this machine: {sandbox.refusal()}")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    limits_only_for("late")
+    entry = RewardFunctionConfig(function=f"{reward_file(PRINTS)}:prints", isolate=isolate, scope="completion", timeout_s=2.0)
+    suite = RewardSuite.from_config(RewardsConfig(functions=[entry], processes=1, on_error="skip"), "xml")
+    try:
+        scoring = step(suite, "short", "late")
+    finally:
+        suite.close()
+    assert [group.rewards for group in scoring.groups] == [(1.0,)]
+    printed = capfd.readouterr().err
+    assert [printed.count(said) for said in ("imported", "scored short", "scored late\n")] == [1, 1, 1], printed
+
+
+def test_killing_a_process_again_closes_nobody_else_s_file(reward_file):
+    worker = _Worker({"f": {"function": f"{reward_file(PRINTS)}:prints"}}, sandbox=False)
+    assert worker.kill() is not None
+    reader, writer = os.pipe()  # which takes the number that is free again
+    worker.kill()
+    os.close(reader)
+    os.close(writer)
+
+
 def test_with_on_error_stop_a_late_call_ends_the_run(mischief):
     with pytest.raises(RewardError, match=r"did not return within its timeout_s = 0.5 seconds; make it faster"):
         step(mischief(timeout_s=0.5, on_error="stop"), "loop")

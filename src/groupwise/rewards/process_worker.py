@@ -110,6 +110,15 @@ def answer(function: Callable[..., Any], keywords: Mapping[str, object], seed: i
         return written("raised", str(raised))
     except (Exception, RecursionError) as error:
         return written("raised", f"{in_one_line(error)} while its result was sent")
+    finally:
+        show_what_was_printed()
+
+
+def show_what_was_printed() -> None:
+    """Write what is still in the buffers: the process is ended without, and a call in a sandbox has a copy of them."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed, or the function's own
+            stream.flush()
 
 
 def answer_in_walls(
@@ -135,6 +144,7 @@ def serve(requests: int, replies: int, path: Sequence[str], walls: ModuleType | 
     try:
         (entries, (grace_s, least_bytes, bytes_per_byte)), _ = read_message(requests)
         functions = load(entries)
+        show_what_was_printed()
     except Exception as error:
         write_reply(replies, 0, written("failed", f"{type(error).__name__}: {error}"))
         return
@@ -211,6 +221,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # a function that asks for input must not get our requests
     os.dup2(2, 1)  # what it prints must not end up among the replies
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # for a call that is killed
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         # Stop signals are for the parent, which finishes its step. A handler, since "ignored" would be inherited by what is started.
         signal.signal(number, lambda number, frame: None)

@@ -137,11 +137,12 @@ class _Worker:
         raise (_Ended if kind == "ended" else CallRaised)(_printable_line(value))
 
     def kill(self) -> int | None:
-        """End it and everything that it started; its exit status."""
+        """End it and everything that it started; its exit status. Once more does nothing."""
         if self.owner != os.getpid():  # inherited through a fork: it belongs to the parent
             return None
+        lifeline, self._lifeline = self._lifeline, -1  # a descriptor's number is given again to whoever opens something
         with contextlib.suppress(OSError):
-            os.close(self._lifeline)
+            os.close(lifeline)
         try:
             status = self.process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
