@@ -258,6 +258,17 @@ def test_bfloat16_scores_are_finer_than_a_bfloat16(tmp_path):
     torch.testing.assert_close(found, exact, atol=0.15, rtol=0.05)
 
 
+def test_a_model_that_is_handed_over_scores_as_the_one_from_its_folder(tmp_path):
+    """It may come from training, whose dropout is on; and only its mode is changed."""
+    words = tokenizer()
+    folder = saved(tmp_path / "judge", llama(pad_token_id=words.pad_token_id, attention_dropout=0.5).bfloat16(), words)
+    model = LlamaForSequenceClassification.from_pretrained(folder, dtype="auto")
+    found = RewardModel(model.train(), words)([PROMPT] * len(WORDS), said(WORDS))
+    assert found == RewardModel(folder, device="cpu")([PROMPT] * len(WORDS), said(WORDS))
+    assert (model.score.weight.dtype, len(model.score._forward_hooks)) == (torch.bfloat16, 0)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_what_cannot_give_scores_is_refused_without_weights(tmp_path):
     words = tokenizer()
     base = saved(tmp_path / "base", LlamaForCausalLM(LlamaConfig(**SMALL)), words)

@@ -113,24 +113,29 @@ def load_classifier(config: RewardModelConfig) -> PreTrainedModel:
                 "be random numbers: name a model whose score head was trained"
             )
         model.to(device)
-    model.requires_grad_(False).eval()
-    _score_in_float32(model)
-    return model  # type: ignore[no-any-return]
+    return model.requires_grad_(False).eval()  # type: ignore[no-any-return]
 
 
-def _score_in_float32(model: nn.Module) -> None:
-    """Compute a linear head in float32, when the model itself is coarser.
+@contextmanager
+def _score_in_float32(model: nn.Module) -> Iterator[None]:
+    """Compute a linear head in float32 for as long as a pass takes, when the model itself is coarser. Its weights stay as they are.
 
     A bfloat16 has 8 significant bits: scores near 10 would be 1/16 apart, and completions of one group would tie.
     """
     head = getattr(model, "score", None) or getattr(model, "classifier", None)
     if not isinstance(head, nn.Linear) or head.weight.dtype == torch.float32:
+        yield
         return
 
-    def widen(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(argument.float() for argument in arguments)
+    def widened(head: nn.Linear, arguments: tuple[Tensor, ...], _: Tensor) -> Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(arguments[0].float(), head.weight.float(), bias)
 
-    head.float().register_forward_pre_hook(widen)
+    hook = head.register_forward_hook(widened)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _as_model(config: RewardModelConfig) -> ModelConfig:
@@ -178,10 +183,11 @@ class RewardModel:
         """``model``: a folder, a Hub name, or a sequence classifier that is loaded already. ``settings``: as in
         `RewardModelConfig`, such as ``label``, ``max_input_tokens``, ``batch_tokens``.
 
-        A name or folder is checked now and its weights are read by `load`, or by the first call. Raises ModelError for a model that
+        A name or folder is checked now and its weights are read by `load`, or by the first call. A loaded one is put in eval mode, since
+        dropout would make its scores random. Raises ModelError for a model that
         cannot give scores, RewardError for a bad setting.
         """
-        self._model = model if isinstance(model, PreTrainedModel) else None
+        self._model = model.eval() if isinstance(model, PreTrainedModel) else None
         name = str(model.config._name_or_path or "reward_model") if isinstance(model, PreTrainedModel) else str(model)
         self.settings = _settings(name, settings)
         hf_config = model.config if isinstance(model, PreTrainedModel) else check_classifier(self.settings)
@@ -333,7 +339,7 @@ class RewardModel:
     def _scores_B(self, batch: Sequence[Encoded]) -> Tensor:
         """``[B]`` in float32."""
         longest = max(len(one["input_ids"]) for one in batch)
-        with _pad_id(self.model, [one["input_ids"][-1] for one in batch]) as pad:
+        with _pad_id(self.model, [one["input_ids"][-1] for one in batch]) as pad, _score_in_float32(self.model):
             inputs = {
                 key: _right_padded([one[key] for one in batch], longest, pad if key == "input_ids" else 0) for key in batch[0]
             }
