@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
 
 from groupwise import listening
 from groupwise.errors import ConfigError
-from groupwise.serving import KEY, find_key, server
+from groupwise.serving import KEY, answering, find_key, server
 from tests.serving.conftest import asking, call
+from tests.waiting import LONG_S
 
 SECRET = "0123456789abcdef0123456789abcdef"
 WITH_KEY = {"Authorization": f"Bearer {SECRET}"}
@@ -121,6 +123,47 @@ def test_messages_that_the_template_refuses_are_the_client_s_mistake(serving, by
     status, answer = call(where, asking())
     assert (status, answer["error"]["param"]) == (400, "messages")
     assert "roles must alternate" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("where_it_fails", ["begin", "whole"])
+def test_what_nobody_foresaw_is_an_answer_and_a_line_in_the_log(serving, monkeypatch, caplog, where_it_fails):
+    def fail(*_):
+        raise KeyError("b")
+
+    where = serving("x")
+    place = where.service if where_it_fails == "begin" else answering.Answer
+    monkeypatch.setattr(place, where_it_fails, fail)
+    status, answer = call(where, asking())
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("a request failed: KeyError: 'b' (test_door.py, line ")
+
+
+def test_what_nobody_foresaw_within_a_stream_is_its_last_event(serving, monkeypatch):
+    def fail(*_):
+        raise KeyError("b")
+
+    where = serving("x")
+    monkeypatch.setattr(answering.Answer, "usage_piece", fail)
+    said = raw_answer(where, asking(stream=True, stream_options={"include_usage": True}), "HTTP/1.1")
+    assert b'"type": "server_error"' in said.rpartition(b"data: ")[2]
+    assert said.endswith(b"0\r\n\r\n")
+
+
+def test_a_tool_that_requires_what_it_does_not_describe_is_no_failure(serving):
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["b"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    status, answer = call(serving("<call>f(1 +)</call>"), asking(tools=tools))
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "stop")
+
+
+def raw_answer(where, body, version):
+    """All that is sent until the connection is closed, which the client asks for."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions {version}\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", where.port), timeout=LONG_S) as client:
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return b"".join(iter(lambda: client.recv(65536), b""))
 
 
 class TestKey:

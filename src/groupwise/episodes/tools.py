@@ -172,7 +172,10 @@ def _only_text(tool: Tool) -> str | None:
     """The one argument that must be given, where it is text."""
     parameters = tool.schema["function"]["parameters"]
     names = parameters.get("required") or tool.parameters
-    return names[0] if len(names) == 1 and parameters["properties"][names[0]].get("type") == "string" else None
+    if len(names) != 1:
+        return None
+    described = parameters["properties"].get(names[0], {})  # a client's schema may describe others alone
+    return names[0] if described.get("type") == "string" else None
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -8,22 +8,30 @@ GET  /health                 whether it samples; nobody needs a key for this
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import select
 import socket
 import threading
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from groupwise.config.schema import Config
 from groupwise.errors import TrainingError
+from groupwise.importing import in_one_line
 from groupwise.listening import BoundedServer, Handler, TooMuch, checked_secret, http_address, is_loopback, listening_error
 from groupwise.serving.asking import Refused
 from groupwise.serving.service import Exchange, open_service
 
 __all__ = ["KEY", "Answering", "ChatHandler", "Server", "find_key", "open_server"]
+
+logger = logging.getLogger("groupwise")
 
 KEY = "GROUPWISE_SERVE_KEY"
 
@@ -110,6 +118,19 @@ def open_server(config: Config, max_tokens: int, name: str, host: str, port: int
         raise listening_error(error, host, port) from error
 
 
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """What nobody foresaw is a line in the log and an error for the client, and not a connection that closes without a word."""
+    try:
+        yield
+    except (Refused, OSError):
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        logger.error("a request failed: %s (%s, line %s)", in_one_line(error), Path(place.filename).name, place.lineno)
+        raise Refused("the server failed, and its log says where: this is a bug", status=500) from error
+
+
 class ChatHandler(Handler):
     """One connection of a client."""
 
@@ -150,7 +171,8 @@ class ChatHandler(Handler):
                 asked = json.loads(body)
             except (ValueError, RecursionError):
                 raise Refused("the body is no JSON") from None
-            exchange = self.service.begin(asked)
+            with _failures_told():
+                exchange = self.service.begin(asked)
         except Refused as refused:
             self._refuse(refused)
             return
@@ -178,15 +200,16 @@ class ChatHandler(Handler):
     def _tell(self, exchange: Exchange) -> None:
         begun = False
         try:
-            while not (exchange.wait(_LOOK_EVERY_S) and (exchange.is_finished or exchange.ask.stream)):
-                if not self._is_there():
-                    raise ConnectionError
-            if not exchange.ask.stream:
-                self.answer(200, exchange.answer.whole())
-                return
-            self.begin_pieces("text/event-stream")
-            begun = True
-            self._stream(exchange)
+            with _failures_told():
+                while not (exchange.wait(_LOOK_EVERY_S) and (exchange.is_finished or exchange.ask.stream)):
+                    if not self._is_there():
+                        raise ConnectionError
+                if not exchange.ask.stream:
+                    self.answer(200, exchange.answer.whole())
+                    return
+                self.begin_pieces("text/event-stream")
+                begun = True
+                self._stream(exchange)
         except Refused as refused:
             if not begun:
                 self._refuse(refused)
