@@ -86,8 +86,11 @@ class Handler(BaseHTTPRequestHandler):
     def is_trusted(self) -> bool:
         """Whether the request may be read; what it is refused with is answered, and its body is not read."""
         headers, refusal = self.headers, None
-        if headers.get("Origin") is not None or not self._is_host(headers.get("Host", "")):
+        if headers.get("Origin") is not None:
             refusal = 403, "this server answers no browsers"
+        elif not self._is_host(given := headers.get("Host", "")):
+            words = f"this server is for its own machine alone, of which {given!r:.80} is no name: ask for {self.host}, or start it with"
+            refusal = 403, f"{words} --host and an address that others reach"
         elif not self.knows(headers.get("Authorization", "").encode("utf-8", errors="replace")):
             refusal = 401, "the secret is missing, or is not this server's"
         elif self.command == "POST" and headers.get_content_type() not in self.content_types:
@@ -134,18 +137,26 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def begin_pieces(self, content_type: str) -> None:
-        """An answer whose length is not known yet."""
+        """An answer whose length is not known yet. A client of HTTP/1.0 knows no chunks: there it ends with the connection."""
         self.send_response(200)
         self.send_header("Content-Type", content_type)
-        self.send_header("Transfer-Encoding", "chunked")
+        if self._knows_chunks:
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Connection", "close")  # which also closes it, when the answer is done
         self.end_headers()
 
     def piece(self, data: bytes) -> None:
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if self._knows_chunks else data)
         self.wfile.flush()
 
     def end_pieces(self) -> None:
-        self.wfile.write(b"0\r\n\r\n")
+        if self._knows_chunks:
+            self.wfile.write(b"0\r\n\r\n")
+
+    @property
+    def _knows_chunks(self) -> bool:
+        return self.request_version >= "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a run asks thousands of times."""

@@ -166,6 +166,21 @@ def raw_answer(where, body, version):
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(serving):
+    where = serving("Hello there")
+    head, _, events = raw_answer(where, asking(stream=True), "HTTP/1.0").partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert b"chunked" in raw_answer(where, asking(stream=True), "HTTP/1.1")
+
+
+def test_a_name_that_is_not_this_machine_s_is_told_what_to_do(serving):
+    message = call(serving("x"), asking(), headers={"Host": "host.docker.internal:8000"})[1]["error"]["message"]
+    assert "'host.docker.internal:8000' is no name: ask for 127.0.0.1, or start it with --host" in message
+    assert "no browsers" in call(serving("x"), asking(), headers={"Origin": "https://a.example"})[1]["error"]["message"]
+
+
 class TestKey:
     """Where the key comes from."""
 
