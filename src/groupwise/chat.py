@@ -241,7 +241,7 @@ def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bo
     system, _ = resolve_system(config.prompt, config.data)
     greedy = greedy or temperature < COLDEST
     settings = SamplingSettings(max_tokens, temperature=1.0 if greedy else temperature, greedy=greedy)
-    engine = playing(make_engine(policy, config.rollout, frozen=True), episodes)
+    engine = playing(make_engine(policy, config.rollout), episodes)
     return Speaker(policy, engine, config.prompt, system, settings, seed, episodes)
 
 

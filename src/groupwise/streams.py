@@ -100,12 +100,16 @@ _kept: int | None = None
 def keep_stdout() -> None:
     """Until `give_stdout_back`, what anyone writes to standard output goes to standard error: reward functions, libraries in C."""
     global _kept
-    with contextlib.suppress(OSError, ValueError):  # one of them is closed
+    if _kept is not None or sys.stdout is None:  # None: it was closed from the start, and another file may have its number
+        return
+    with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-        if _kept is None:
-            kept = os.dup(1)
-            os.dup2(2, 1)
-            _kept = kept
+        kept = os.dup(1)
+        aside = 2 if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY)
+        os.dup2(aside, 1)
+        if aside != 2:
+            os.close(aside)
+        _kept = kept
 
 
 def give_stdout_back() -> None:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from groupwise import streams
 from groupwise.config import explain, load_config, recipes
 
 COMMANDS = [
@@ -140,11 +141,12 @@ def test_python_m_groupwise_prints_a_mistake_as_one_line_and_exits_with_2():
 
 
 LOUD = """
-import os, sys
+import atexit, os, sys
 from groupwise.cli import configuration, main
 
 def loud(listed=configuration.shipped_recipes):
     print("printed")
+    atexit.register(print, "at the end")
     os.system("echo from a child")
     return listed()
 
@@ -161,7 +163,21 @@ def test_json_has_standard_output_for_itself(words):
     if words:
         assert "quickstart" in [recipe["name"] for recipe in json.loads(done.stdout)]
     where = done.stderr if words else done.stdout
-    assert {"printed", "from a child"} <= set(where.splitlines())
+    assert {"printed", "from a child", "at the end"} <= set(where.splitlines())
+
+
+def test_json_without_standard_output_or_error():
+    def run(closed):
+        command = f"{sys.executable} -c '{LOUD}' --json {closed}"
+        return subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+
+    assert run(">&-").returncode == 0, "nobody wants it"
+    assert "quickstart" in [recipe["name"] for recipe in json.loads(run("2>&-").stdout)]
+
+
+def test_standard_output_is_given_back_after_a_wrong_option(groupwise):
+    assert groupwise("plan", "quickstart", "--json", "--world-size", "many").exit_code == 2
+    assert streams._kept is None
 
 
 @pytest.mark.slow

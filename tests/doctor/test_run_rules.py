@@ -325,7 +325,7 @@ def test_the_best_of_many_evaluations_is_better_by_chance(tmp_path):
 def test_an_environment_s_runs_are_judged_by_what_it_gives(tmp_path):
     """The answer of the last turn, which nobody asked for, is wrong throughout."""
     solved = Story(
-        overrides=["rollout.environment=game.py:Guess"], accuracy=lambda p: 0.0,
+        overrides=["rollout.environment=game.py:Guess", "rewards.functions=[environment]"], accuracy=lambda p: 0.0,
         metrics=lambda step, p: {
             **PLAYED, "reward/mean": min(1.0, 0.3 + p), "groups/zero_variance": 1.0 if p > 0.7 else 0.2,
             "completions/tokens_mean": 30 + 30 * p, "policy/entropy": 0.5 * math.exp(-8 * p), "accuracy/format": 0.1 + 0.9 * p,
@@ -335,6 +335,27 @@ def test_an_environment_s_runs_are_judged_by_what_it_gives(tmp_path):
     )  # fmt: skip
     found = findings_of(tmp_path / "run", solved)
     assert {name for name, one in found.items() if one.severity in ("critical", "warning")} == set()
+
+
+def test_an_environment_that_gives_the_same_throughout_is_not_solved(tmp_path):
+    def stuck(reward):
+        return Story(
+            overrides=["rollout.environment=game.py:Guess", "rewards.functions=[environment]"],
+            metrics=lambda step, p: {**PLAYED, "reward/mean": reward, "groups/zero_variance": 1.0},
+        )
+
+    for reward in (0.0, 0.1):
+        found = findings_of(tmp_path / str(reward), stuck(reward))["no-variance"]
+        assert f"at a mean reward of {reward:.3g}; " in found.summary
+        assert "nan" not in json.dumps(found.to_json()).lower()
+
+
+def test_answers_of_an_agent_are_judged_where_rewards_are_for_answers(tmp_path):
+    story = Story(
+        overrides=["rollout.environment={command: python agent.py}", "rewards.functions=[correctness, format]"],
+        accuracy=lambda p: 0.6 - 0.3 * p, metrics=lambda step, p: {"reward/mean": 1.0 + 2 * p}, evaluations=[],
+    )  # fmt: skip
+    assert "reward-hacking" in findings_of(tmp_path / "run", story)
 
 
 def test_the_loss_is_not_called_normal_where_it_is_not_0(tmp_path):

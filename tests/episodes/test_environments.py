@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ from groupwise.episodes.environments import Environments
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.rewards.functions import environment as environment_reward
 from groupwise.training.loop import train
-from groupwise.training.setup import prepare
+from groupwise.training.setup import _note_on_tools, prepare
 from groupwise.types import Problem, Prompt
 from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
 from tests.waiting import LONG_S
@@ -151,8 +152,8 @@ def test_tools_are_described_in_the_system_turn_of_a_conversation_that_has_one(t
     assert "Not shown." not in text
 
 
-def test_tools_beside_an_environment_with_step_are_refused(tokenizer, tmp_path):
-    """They would be described in the prompt, and their calls read by nobody. Beside methods as tools they are called."""
+def test_tools_beside_an_environment_with_step_are_noted(tokenizer, tmp_path):
+    """They are described in the prompt, and their calls read by nobody. Beside methods as tools they are called."""
     (tmp_path / "two.py").write_text(
         "class Game:\n    def reset(self, **row): ...\n    def step(self, text): ...\n"
         "class Shop:\n    def reset(self, **row): ...\n    def open(self) -> str:\n        'Opens.'\n",
@@ -165,10 +166,14 @@ def test_tools_beside_an_environment_with_step_are_refused(tokenizer, tmp_path):
     prompt = render_episode(Problem("p", "?", "1"), tokenizer, PromptConfig(), None, opened)
     assert "calculator(expression)" in prompt.text
     assert "open()" in prompt.text
+    assert opened.environments is not None
+    assert opened.environments.note_on_tools() is None
     for named in (game, {"shop": shop, "game": game}):
         config = RolloutConfig(tools=["calculator"], environment=named)
-        with pytest.raises(ConfigError, match=r"the environment Game answers each turn by its step, .*: leave rollout.tools out"):
-            open_episodes(Config(rollout=config), tokenizer, [tokenizer.eos_token_id])
+        unread = open_episodes(Config(rollout=config), tokenizer, [tokenizer.eos_token_id])
+        (note,) = _note_on_tools(unread)
+        assert re.search(r"the environment Game answers each turn by its step, .*: leave rollout.tools out", note)
+    assert _note_on_tools(opened) == _note_on_tools(None) == []
 
 
 def test_problems_choose_their_environment_by_name(tokenizer):

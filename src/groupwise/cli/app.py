@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from groupwise.cli import configuration, data, evaluate, models, plan, runs, train
 from groupwise.errors import GroupwiseError
-from groupwise.streams import lost_output, make_output_safe
+from groupwise.streams import keep_stdout, lost_output, make_output_safe
 
 __all__ = ["app", "main"]
 
@@ -177,7 +177,10 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if (reason := lost_output()) is None:
+        reason = lost_output()
+        if "--json" in sys.argv[1:]:
+            keep_stdout()  # what is said while the process ends is no part of the JSON
+        if reason is None:
             raise
         typer.echo(f"groupwise: standard output cannot be written ({reason}): what was printed is incomplete", err=True)
         raise SystemExit(end.code or 1) from None

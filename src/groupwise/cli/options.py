@@ -38,7 +38,7 @@ def _keep_stdout(context: typer.Context, asked: bool) -> bool:
         from groupwise.streams import give_stdout_back, keep_stdout
 
         keep_stdout()
-        context.call_on_close(give_stdout_back)
+        context.find_root().call_on_close(give_stdout_back)  # click does not close a command's own where a later option is wrong
     return asked
 
 

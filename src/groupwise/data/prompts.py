@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 from groupwise.config.schema import DataConfig, PromptConfig
@@ -47,13 +48,19 @@ def default_style(data: DataConfig) -> AnswerStyle:
     if prepared_for is not None:
         return prepared_for
     if is_missing(data.source):
-        log.warning(
-            "data source %r is not here, and the place of answers goes by it: <answer> tags are taken; set prompt.system to boxed "
-            "where the model was trained with that",
-            data.source,
-        )
+        _say_missing(data.source)
     columns = set(peek_columns(data.source, data.split))
     return "boxed" if any(known <= columns for known in BOXED_COLUMNS) else "xml"
+
+
+@cache
+def _say_missing(source: str) -> None:
+    """Once: a run's settings are looked at several times."""
+    log.warning(
+        "data source %r is not here, and the place of answers goes by it: <answer> tags are taken; set prompt.system to boxed "
+        "where the model was trained with that",
+        source,
+    )
 
 
 def resolve_system(prompt: PromptConfig, data: DataConfig) -> tuple[str | None, AnswerStyle]:

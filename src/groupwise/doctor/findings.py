@@ -23,6 +23,7 @@ __all__ = [
     "completions_between",
     "flat_in_batch",
     "groups_of",
+    "has_answers",
     "mean",
     "median",
     "series",
@@ -212,9 +213,19 @@ def series(run: RunRecord, name: str) -> Series:
 
 
 def accuracy_of(run: RunRecord) -> Series:
-    """Share of right answers in training; empty where an environment judges episodes, whose last answer says nothing."""
-    judged = run.config is not None and run.config.rollout.environment is not None
-    return Series(()) if judged else series(run, "accuracy/strict")
+    """Share of right answers in training; empty where nothing judges answers."""
+    return series(run, "accuracy/strict") if has_answers(run) else Series(())
+
+
+OF_ANSWERS = {"accuracy", "correctness", "correctness_and_format"}
+
+
+def has_answers(run: RunRecord) -> bool:
+    """Whether answers say how good the policy is: not where an environment alone judges episodes, whose last turn answers nothing."""
+    config = run.config
+    if config is None or config.rollout.environment is None:
+        return True
+    return any(one.function in OF_ANSWERS for one in config.rewards.functions)
 
 
 def flat_in_batch(run: RunRecord) -> Series:

@@ -16,6 +16,7 @@ from groupwise.doctor.findings import (
     completions_between,
     flat_in_batch,
     groups_of,
+    has_answers,
     mean,
     median,
     series,
@@ -75,10 +76,10 @@ def saturated(run: RunRecord) -> Evidence | None:
         return None
     share, accuracy = mean(flat.values[-STRETCH:]), over(accuracy_of(run), stretch)
     return Evidence(
-        f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance, with {accuracy:.0%} of answers right: "
+        f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance{with_right(accuracy)}: "
         "the problems are solved, and further steps change nothing",
         stretch,
-        {"zero_variance": share, "accuracy": accuracy},
+        known({"zero_variance": share, "accuracy": accuracy}),
         three(completions_between(run, stretch)),
     )
 
@@ -95,12 +96,20 @@ def no_variance(run: RunRecord) -> Evidence | None:
     accuracy, reward = over(accuracy_of(run), stretch), over(series(run, "reward/mean"), stretch)
     updates = sum(1 for row in run.steps if stretch[0] <= (row["step"] or 0) <= stretch[1] and "optimizer/grad_norm" in row)
     return Evidence(
-        f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance at a mean reward of {reward:.3g} and "
-        f"{accuracy:.0%} right answers; {updates} of these steps made an update",
+        f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance at a mean reward of {reward:.3g}"
+        f"{with_right(accuracy)}; {updates} of these steps made an update",
         stretch,
-        {"zero_variance": share, "reward": reward, "accuracy": accuracy, "updates": updates},
+        known({"zero_variance": share, "reward": reward, "accuracy": accuracy, "updates": updates}),
         three(completions_between(run, stretch)),
     )
+
+
+def known(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: number for name, number in numbers.items() if not math.isnan(number)}
+
+
+def with_right(accuracy: float) -> str:
+    return "" if math.isnan(accuracy) else f", with {accuracy:.0%} of answers right"
 
 
 def solved(run: RunRecord, stretch: tuple[int, int]) -> bool:
@@ -108,7 +117,7 @@ def solved(run: RunRecord, stretch: tuple[int, int]) -> bool:
     if len(accuracy):
         return over(accuracy, stretch) >= GOOD
     reward = series(run, "reward/mean")
-    return bool(len(reward)) and over(reward, stretch) >= 0.98 * max(reward.values) > 0
+    return reward.rises() and over(reward, stretch) >= 0.98 * max(reward.values) > 0
 
 
 def late_stretch(run: RunRecord) -> tuple[int, int] | None:
@@ -180,7 +189,7 @@ def judged_in_part(run: RunRecord) -> Evidence | None:
 
 def disagreeing_verdicts(run: RunRecord) -> Evidence | None:
     """Right answers that the strict reading does not count, as the run stands now (not at the base model)."""
-    if run.config is not None and run.config.rollout.environment is not None:
+    if not has_answers(run):
         return None
     reward = series(run, "reward/mean")
     late = completions_between(run, reward.late_steps) if len(reward) else list(run.completions)

@@ -49,7 +49,7 @@ def make_engine(
     """The engine that ``rollout.engine`` names. ``scorer`` is the policy's, if it is being trained: the built-in engine then works
     on the very same tensors. ``world``: the processes that make their engines at once; ``collect``: where each holds a part of the
     weights, what gives the first of them the policy with all of its weights, when all call it. ``frozen``: nothing will change the
-    weights, so that they may be stored in fewer bits where this changes no number.
+    weights, and many prompts are sampled at once: they may be stored in fewer bits where this changes no number.
 
     An engine by import path is made by ``Class(policy, rollout)``.
 
@@ -62,6 +62,7 @@ def make_engine(
         from groupwise.engines.vllm.engine import open_vllm_engine
 
         return open_vllm_engine(policy, rollout, world, collect)
+    from groupwise.engines.builtin.decode import rearranging_helps
     from groupwise.engines.builtin.engine import BuiltinEngine
     from groupwise.engines.transformers import TransformersEngine
     from groupwise.models.adapters import base_module, is_adapted
@@ -86,7 +87,10 @@ def make_engine(
         for choice in check_fast_paths(policy.model.config, policy.model.dtype, policy.model.device):
             if choice.notice:
                 logger.warning(choice.notice)
-        merges = merges or (frozen and store_layers_in_16_bits(policy.model))
+        if (
+            frozen and not merges and rearranging_helps(policy.model.model.embed_tokens.weight)
+        ):  # else it samples from these very weights
+            merges = store_layers_in_16_bits(policy.model)
         own = MergedDecoder(policy.model) if merges else Decoder(policy.model, trainable=False)
         if isinstance(own, MergedDecoder) and scorer is None:  # else the model's module learns
             own.store_in_16_bits()

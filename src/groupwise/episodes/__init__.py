@@ -34,8 +34,8 @@ def open_episodes(
     """How the run's episodes are played; None without tools and environment. ``open_agents``: None where no agent can be played.
 
     Raises:
-        ConfigError: a tool or an environment cannot be found or described, tools stand beside an environment that reads no calls, prompts
-            have no turns, the chat template rewrites history, or an agent cannot be played here.
+        ConfigError: a tool or an environment cannot be found or described, prompts have no turns, the chat template rewrites history, or an
+            agent cannot be played here.
         ModelError: the chat template cannot hold a conversation of several turns.
     """
     rollout = config.rollout
@@ -44,7 +44,9 @@ def open_episodes(
     if config.prompt.style != "chat":
         raise ConfigError(f"an episode needs turns, but prompt.style is {config.prompt.style}: use prompt.style=chat")
     tools = load_tools(rollout.tools, rollout.tool_timeout_s)
-    named = format_of_template(tokenizer.chat_template) if rollout.call_format == "auto" else rollout.call_format
+    named = (
+        format_of_template(getattr(tokenizer, "chat_template", None)) if rollout.call_format == "auto" else rollout.call_format
+    )
     template = TurnTemplate(tokenizer, end_token_ids, native=FORMATS[named].native)
     environments, agents = None, None
     if rollout.command is not None:
@@ -56,8 +58,6 @@ def open_episodes(
         agents = open_agents(config, template, FORMATS[named], end_token_ids)
     elif rollout.environment is not None:
         environments = Environments.load(rollout.environment, rollout.tool_timeout_s)
-        if tools:
-            environments.refuse_tools()
     for role in (None, "user") if rollout.environment is not None else (None,):
         if rollout.rewritten_history == "refuse" and (how := template.rewrites(role)):
             raise ConfigError(

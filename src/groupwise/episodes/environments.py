@@ -194,16 +194,17 @@ class Environments:
         chosen = [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward", "close")]
         return {name: describe(getattr(environment, name), f"{type(environment).__name__}.{name}") for name in chosen}
 
-    def refuse_tools(self) -> None:
-        """Raise ConfigError where one answers turns by ``step``: the prompt would describe the run's tools, and nobody read their calls."""
+    def note_on_tools(self) -> str | None:
+        """A sentence for a run with tools where an environment has ``step``: the prompt describes them, and nobody reads calls."""
         for name in self.factories:
             probe = self._made(name)
             self.done_with(probe)
             if takes_steps(probe):
-                raise ConfigError(
+                return (
                     f"rollout.tools is set, but the environment {type(probe).__name__} answers each turn by its step, which reads no calls "
                     "of tools: leave rollout.tools out, or make step a tool as a public method of another name"
                 )
+        return None
 
     def needs_a_row(self) -> bool:
         """Whether ``reset`` must be told more of a problem than its question."""

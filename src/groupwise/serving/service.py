@@ -151,7 +151,7 @@ class Calls:
         if prompt.style != "chat":
             return cls(None, None, f"its prompts have no turns (prompt.style is {prompt.style})")
         try:
-            named = format_of_template(tokenizer.chat_template) if call_format == "auto" else call_format
+            named = format_of_template(getattr(tokenizer, "chat_template", None)) if call_format == "auto" else call_format
             template = TurnTemplate(tokenizer, end_token_ids, native=FORMATS[named].native)
         except (ConfigError, ModelError) as error:
             return cls(None, None, str(error))
@@ -187,6 +187,6 @@ def open_service(config: Config, max_tokens: int, name: str) -> Service:
     policy = load_to_ask(config)
     system, _ = resolve_system(config.prompt, config.data)
     return Service(
-        policy, make_engine(policy, config.rollout, frozen=True), config.prompt, system, name=name, max_tokens=max_tokens,
+        policy, make_engine(policy, config.rollout), config.prompt, system, name=name, max_tokens=max_tokens,
         call_format=config.rollout.call_format,
     )  # fmt: skip

@@ -183,9 +183,18 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         hf_config=hf_config,
         episodes=episodes,
         context_length=context,
-        notes=_notes(config, suite, hf_config, tokenizer, processes or world_size(), dropped, short, folder),
+        notes=[
+            *_note_on_tools(episodes),
+            *_notes(config, suite, hf_config, tokenizer, processes or world_size(), dropped, short, folder),
+        ],
         short_of_memory=short,
     )
+
+
+def _note_on_tools(episodes: Episodes | None) -> list[str]:
+    unread = episodes is not None and episodes.tools and episodes.environments is not None
+    note = episodes.environments.note_on_tools() if unread else None  # type: ignore[union-attr]
+    return [] if note is None else [note]
 
 
 def _notes(
