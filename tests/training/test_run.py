@@ -8,7 +8,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise.config import load_config
-from groupwise.doctor.rewarding import groups as groups_of
+from groupwise.doctor.findings import groups_of
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.rewards import StepRewards
 from groupwise.tracking.metric_table import METRICS, describe_metric
@@ -425,7 +425,7 @@ def test_a_problem_that_comes_up_twice_in_a_step_gets_other_completions(go, tmp_
     assert len(set(drawn)) == len(drawn) == 12
     record = read_run(folder)
     assert len(record.completions) == 12
-    assert [len(rows) for rows in groups_of(record)] == [4, 4, 4]
+    assert [len(rows) for rows in groups_of(record.completions)] == [4, 4, 4]
 
 
 def test_a_resumed_run_took_the_time_of_both_its_parts(small_config, letters, quiet, tmp_path):
