@@ -194,9 +194,8 @@ def _rows_of_object(path: Path, content: dict[str, object]) -> object:
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    csv.field_size_limit(
-        LONGEST_FIELD
-    )  # of the process: worked solutions are longer than the module's 131,072 characters at times
+    # Of the whole process: worked solutions are longer than the module's 131,072 characters at times.
+    csv.field_size_limit(LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)  # else an open quote swallows the rows that follow
         begin = 1
