@@ -87,9 +87,8 @@ def make_engine(
         for choice in check_fast_paths(policy.model.config, policy.model.dtype, policy.model.device):
             if choice.notice:
                 logger.warning(choice.notice)
-        if (
-            frozen and not merges and rearranging_helps(policy.model.model.embed_tokens.weight)
-        ):  # else it samples from these very weights
+        # Where weights are not rearranged it samples from these very ones, and 16 bits would only add copies.
+        if frozen and not merges and rearranging_helps(policy.model.model.embed_tokens.weight):
             merges = store_layers_in_16_bits(policy.model)
         own = MergedDecoder(policy.model) if merges else Decoder(policy.model, trainable=False)
         if isinstance(own, MergedDecoder) and scorer is None:  # else the model's module learns
