@@ -12,6 +12,7 @@ import torch
 from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config, LoraConfig
 from groupwise.engines import SamplingSettings, make_engine
+from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ModelError
@@ -441,3 +442,11 @@ def test_a_model_that_nothing_trains_takes_16_bits_a_weight_where_its_numbers_ar
     assert {p.dtype for n, p in fused.model.named_parameters()} == {torch.float32}
     stored = {n for n, p in policy.model.named_parameters() if p.dtype == torch.bfloat16}
     assert stored == (set() if letters else {n for n, _ in model.named_parameters() if "proj.weight" in n})
+
+
+def test_weights_that_are_not_rearranged_are_sampled_from_as_they_are(tiny_llama, monkeypatch):
+    """In 16 bits each call would make whole copies of them."""
+    policy = Policy(tiny_llama().to(torch.bfloat16).float().eval(), Plain(), (2,), 256, "tiny")
+    monkeypatch.setattr(decode, "rearranging_helps", lambda weight: False)
+    make_engine(policy, settings().rollout, frozen=True)
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}

@@ -192,8 +192,9 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
 
 
 def _note_on_tools(episodes: Episodes | None) -> list[str]:
-    unread = episodes is not None and episodes.tools and episodes.environments is not None
-    note = episodes.environments.note_on_tools() if unread else None  # type: ignore[union-attr]
+    if episodes is None or not episodes.tools or episodes.environments is None:
+        return []
+    note = episodes.environments.note_on_tools()
     return [] if note is None else [note]
 
 
