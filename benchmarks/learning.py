@@ -5,7 +5,7 @@ has its own; from its weights both libraries see the same problems in the same o
 one after the other and by turns who is first. Weights are kept every few steps with the seconds of training until then, and judged
 afterwards by one evaluator on the same held-out problems. What is finished is kept in ``--work``: called again, the benchmark goes on with
 what is left. With ``model.dtype=float32``, or on a processor without bfloat16, both compute in float32; else both keep float32 weights and
-compute in bfloat16, each as it rounds them.
+compute in bfloat16, each as it rounds them. ``--trl model.dtype=float32`` says so to TRL alone.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--rows", type=int, default=8, help="completions that TRL holds in a micro-batch")
     out.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
     out.add_argument("--recipe", default="quickstart", help="task, model and settings; with a warm start of its own, or none")
+    out.add_argument(
+        "--trl", nargs="+", default=[], metavar="SETTING", help="settings of TRL's runs alone, such as model.dtype=float32"
+    )
     out.add_argument("--levels", type=float, nargs="+", default=[*LEVELS], help="accuracies whose times are compared")
     out.add_argument(
         "--save-steps", type=int, default=0, help="steps from one checkpoint, where a stopped run goes on, to the next"
@@ -92,17 +95,18 @@ def run(args: argparse.Namespace) -> Result:
     else:
         starts = dict.fromkeys(args.seeds, Path(config.model.name))
     found: dict[str, dict[int, dict[str, Any]]] = {side: {} for side in args.sides}
+    more = {"groupwise": (), "trl": tuple(args.trl)}
     for turn, seed in enumerate(args.seeds):
         # Without a warm start of its own the folder may hold what was judged of other models, or by other settings.
         asked = hashlib.sha256(json.dumps([str(starts[seed]), args.problems, args.settings]).encode()).hexdigest()[:8]
         kept = starts[seed] / "judged.json" if config.warm_start.steps else work / f"judged-{asked}.json"
         start = _judged(starts[seed], kept, args)
         for side in args.sides if turn % 2 == 0 else args.sides[::-1]:
-            one = _trained(side, seed, starts[seed], work / f"{side}-{seed}", args)
+            one = _trained(side, seed, starts[seed], work / f"{side}-{seed}", args, *more[side])
             rows = [{"step": 0, "seconds": 0.0, "sampled_tokens": 0.0, **start}]
             for row in one["rows"]:
                 policy = work / f"{side}-{seed}" / f"step-{row['step']}"
-                rows.append({**row, **_judged(policy, policy.with_suffix(".json"), args)})
+                rows.append({**row, **_judged(policy, policy.with_suffix(".json"), args, *more[side])})
                 shutil.rmtree(policy, ignore_errors=True)  # judged: its numbers are kept
             found[side][seed] = {**one, "rows": rows}
     return _result(args, found)
@@ -114,9 +118,9 @@ def _config(args: argparse.Namespace, *more: str) -> Config:
     return config.model_copy(update={"model": with_dtype(config.model)})
 
 
-def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Namespace, *more: str) -> dict[str, Any]:
     """One run of one library, in a process of its own; what it found, from its file if it is finished."""
-    config = _config(args, f"training.seed={seed}", f"training.steps={args.steps}")
+    config = _config(args, f"training.seed={seed}", f"training.steps={args.steps}", *more)
     settings = {
         "library": SIDES[side],
         "model": str(start),
@@ -193,14 +197,14 @@ def rows_of(config: Config) -> list[dict[str, Any]]:
     return [{"prompt": [*turns, {"role": "user", "content": problems[i].question}], "answer": problems[i].answer} for i in order]
 
 
-def _judged(policy: Path, kept: Path, args: argparse.Namespace) -> dict[str, float]:
+def _judged(policy: Path, kept: Path, args: argparse.Namespace, *more: str) -> dict[str, float]:
     """Strict accuracy of a folder's weights on the held-out problems, from its file if it was judged before.
 
     ``accuracy`` is of the policy that is trained. TRL keeps and saves all of a model's weights in float32, but its autocast samples and
     learns with them rounded to bfloat16, each to the nearest: they are judged so, and ``float32`` is their accuracy as they were saved.
     """
     if not kept.exists():
-        found = _strict(policy, config := _config(args))
+        found = _strict(policy, config := _config(args, *more))
         if config.model.dtype != "float32" and _in_float32(policy):
             found["float32"] = _strict(policy, _config(args, "model.dtype=float32"))["accuracy"]
         kept.write_text(json.dumps(found), encoding="utf-8")
@@ -294,6 +298,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "levels": [*LEVELS],
         "save_steps": 0,
         "name": None,
+        "trl": [],
     }  # of files from before these could be given
     settings = [{**earlier, **{key: value for key, value in part["settings"].items() if key != "seeds"}} for part in parts]
     for part, of_it in zip(parts, settings, strict=True):
@@ -433,6 +438,7 @@ def report(numbers: Mapping[str, Any]) -> str:
         "Groupwise less TRL, in points of accuracy, with 95% intervals:",
         markdown_table(["", "points"], shown),
         *_against(numbers, title),
+        *([f"TRL alone was given {', '.join(f'`{one}`' for one in settings['trl'])}."] if settings.get("trl") else []),
         " ".join(places),
     ])  # fmt: skip
 

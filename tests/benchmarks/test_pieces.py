@@ -180,6 +180,39 @@ def test_both_libraries_get_rewards_with_their_arguments_under_their_names() -> 
         assert reward.__name__ == "accuracy"
 
 
+def test_settings_of_trl_alone_reach_its_training_and_judging_and_stand_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, Any, bool]] = []
+
+    def strict(policy: Path, config: Any) -> dict[str, float]:
+        asked.append((policy.parent.name, config.model.dtype, False))
+        return {"accuracy": 0.5, "stopped": 1.0}
+
+    def ran(words: list[str], **_: Any) -> Any:
+        settings = json.loads(Path(words[-1]).read_text(encoding="utf-8"))
+        asked.append((settings["library"], None, settings["arguments"]["bf16"]))
+        row = {"step": 2, "seconds": 10.0, "sampled_tokens": 5.0}
+        found = {"rows": [row], "peak_memory_gib": 1.0}
+        (Path(settings["folder"]) / "found.json").write_text(json.dumps(found), encoding="utf-8")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(learning, "warm_starts", lambda seeds, *_: dict.fromkeys(seeds, tmp_path))
+    monkeypatch.setattr(learning, "_strict", strict)
+    monkeypatch.setattr(learning, "_in_float32", lambda policy: False)
+    monkeypatch.setattr(learning.subprocess, "run", ran)
+    given = ["--seeds", "0", "--steps", "2", "--problems", "10", "--work", str(tmp_path / "work"), "--trl", "model.dtype=float32"]
+    args = learning.options().parse_args([*given, "--threads", "1", "model.dtype=bfloat16", "optimizer.schedule=constant"])
+    result = learning.run(args)
+    assert asked == [
+        (tmp_path.parent.name, "bfloat16", False),  # the warm start, once for both
+        ("groupwise.trl", None, True), ("groupwise-0", "bfloat16", False), ("trl", None, False), ("trl-0", "float32", False),
+    ]  # fmt: skip
+    numbers = json.loads(json.dumps(asdict(result))) | {"measured": []}
+    assert "TRL alone was given `model.dtype=float32`." in learning.report(numbers)
+    assert "TRL alone" not in learning.report(read_numbers("learning"))
+
+
 def test_results_of_other_seeds_are_joined_and_others_are_refused() -> None:
     numbers = read_numbers("learning")
     seeds = numbers["settings"]["seeds"]
