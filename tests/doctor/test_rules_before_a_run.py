@@ -168,6 +168,21 @@ def test_a_reward_that_sees_nothing_is_found_before_the_run(prepared):
     assert len(found["reward-blind"].examples) == 3
 
 
+@pytest.mark.parametrize(
+    "functions", ["[environment, overlong]", "[environment_turns, {function: keyword, arguments: {words: [so]}}]"]
+)
+def test_what_an_environment_pays_is_not_known_before_the_run(prepared, functions):
+    """Its functions are left out of the trial, so that the others alone, which pay no answer, say nothing of the sum."""
+    played = ["rollout.environment=groupwise.episodes.games:HigherOrLower", f"rewards.functions={functions}"]
+    found = rules_of(diagnose_prepared(prepared(played)))
+    assert not {"reward-blind", "end-unpaid"} & found.keys()
+
+
+def test_a_built_in_reward_that_looks_for_no_answer_is_a_warning(prepared):
+    found = rules_of(diagnose_prepared(prepared(["rewards.functions=[{function: keyword, arguments: {words: [zebra]}}]"])))
+    assert found["reward-blind"].severity == "warning"
+
+
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_a_reward_that_raises_is_found_before_the_run(prepared, on_error):
     def fragile(completions, **_):

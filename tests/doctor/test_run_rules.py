@@ -350,6 +350,16 @@ def test_an_environment_that_gives_the_same_throughout_is_not_solved(tmp_path):
         assert "nan" not in json.dumps(found.to_json()).lower()
 
 
+def test_a_game_that_is_cut_by_its_turns_is_no_answer_that_goes_on(tmp_path):
+    """Each move stands where an answer would."""
+    cut = Story(
+        overrides=["rollout.environment=game.py:Guess", "rewards.functions=[environment]"],
+        metrics=lambda step, p: {**PLAYED, "completions/truncated": 0.5, "completions/stop_rate": 0.5},
+        write=lambda step, p, group, sample, answer: Written(answered(answer), "max_turns" if sample % 2 else "stop"),
+    )
+    assert "goes-on" not in findings_of(tmp_path / "run", cut)
+
+
 def test_answers_of_an_agent_are_judged_where_rewards_are_for_answers(tmp_path):
     story = Story(
         overrides=["rollout.environment={command: python agent.py}", "rewards.functions=[correctness, format]"],

@@ -98,6 +98,12 @@ def test_success_is_what_the_environment_gave_and_its_failures_are_none():
     assert only_broken["episodes"]["environment_failed"] == 1.0
 
 
+def test_of_an_environment_that_gives_no_reward_one_failure_of_three_is_a_third():
+    counted = figures(records(episode(), episode(), episode(reason="environment_error")))["episodes"]
+    assert counted["environment_failed"] == pytest.approx(1 / 3)
+    assert "reward" not in counted
+
+
 def test_models_are_compared_by_success_where_an_environment_judges():
     before = evaluation_of(records(*[episode(reward=0.0)] * 6), stage="eval", mode="greedy", conditions=ASKED)
     after = evaluation_of(records(*[episode(reward=1.0)] * 6), stage="eval", mode="greedy", conditions=ASKED)

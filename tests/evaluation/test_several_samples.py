@@ -315,6 +315,7 @@ def test_any_of_several_reference_answers_counts_and_all_are_shown():
 def test_a_report_leaves_out_what_could_not_be_checked(tmp_path):
     from collections import Counter
 
+    from groupwise.report.payload import evaluation_row, verdict
     from groupwise.tracking.reading import read_evaluations
 
     rows = [
@@ -325,3 +326,21 @@ def test_a_report_leaves_out_what_could_not_be_checked(tmp_path):
     (tmp_path / "before-greedy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (found,) = read_evaluations(tmp_path, Counter())
     assert [(record["problem"], record["strict"]) for record in found.records] == [("b", False), ("c", True)]
+    assert [record["lenient"] for record in found.records] == [None, True]
+    row = evaluation_row(found)
+    assert (row["strict"][0], row["lenient"][0]) == (0.5, 1.0)
+    assert evaluation_row(replace(found, records=found.records[:1]))["lenient"] == [0.0, *wilson_interval(0, 1)]
+    assert [verdict(record, "strict") for record in found.records] == ["w", "r"]
+    assert verdict({"success": None}, "success") == "-"
+
+
+def test_an_episode_that_nobody_judged_is_graded_by_the_policy_s_last_turn():
+    from groupwise.tracking.reading import completion_record
+
+    turns = [
+        {"role": "assistant", "text": "<call>", "tokens": 2}, {"role": "tool", "text": "<answer>7</answer>", "tokens": 5},
+        {"role": "assistant", "text": "no idea", "tokens": 3},
+    ]  # fmt: skip
+    row = {"completion": "<call><answer>7</answer>no idea", "expected": "7", "strict": None, "turns": turns}
+    assert completion_record(1, row, {}, "xml", may_grade=True).strict is False
+    assert completion_record(1, {**row, "turns": None}, {}, "xml", may_grade=True).strict is True

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
+from groupwise.data.algebra import BUDGET_S
 from groupwise.errors import RewardError
 from groupwise.metrics import values
 from groupwise.rewards import RewardSuite, calling, sandbox
@@ -263,6 +264,18 @@ def test_loading_starts_a_first_process_and_only_for_isolated_functions(mischief
     plain = async_suite(lambda completions: [1.0])
     plain.load()
     assert not plain._processes._alive
+
+
+def test_questions_without_an_answer_may_take_as_long_in_every_call(reward_file):
+    """A worker has a checker of LaTeX answers of its own: what is left of its seconds is renewed as in the run's process."""
+    path = reward_file(
+        "from groupwise.data import algebra\ndef left(completions):\n    found = algebra._CHECKER.left_s\n"
+        "    algebra._CHECKER.left_s -= 20\n    return [found] * len(completions)\n"
+    )
+    entry = RewardFunctionConfig(function=f"{path}:left", isolate=True)
+    suite = RewardSuite.from_config(RewardsConfig(functions=[entry], processes=1), "xml")
+    assert [suite.score(make_prompt(), make_completions("a")).rewards for _ in range(3)] == [(BUDGET_S,)] * 3
+    suite.close()
 
 
 def test_a_function_of_a_module_and_a_built_in_one_can_be_isolated_too():

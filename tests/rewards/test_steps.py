@@ -10,7 +10,7 @@ from groupwise.errors import RewardError
 from groupwise.metrics import values
 from groupwise.rewards import RewardSuite, StepRewards
 from groupwise.rewards.scores import to_token_steps
-from groupwise.types import Completion, StepScores
+from groupwise.types import Completion, StepScores, Turn
 
 from .conftest import make_prompt
 
@@ -60,6 +60,14 @@ def test_tokens_are_counted_from_1_as_characters_are(qwen_tokenizer):
     assert to_token_steps(StepRewards([1.0, 2.0], [1, len(completion.token_ids)], "tokens"), completion, None) == [
         (0, 1.0), (len(completion.token_ids) - 1, 2.0)
     ]  # fmt: skip
+
+
+def test_steps_in_characters_are_refused_where_tools_results_stand_between_turns():
+    """No message says where its turn begins in the text of the whole episode."""
+    turns = (Turn("assistant", "<call>", 2), Turn("tool", "1", 1), Turn("assistant", "2+2=4 yes", 3))
+    completion = Completion("<call>12+2=4 yes", (1, 2, 3, 4, 5, 6), (0.0,) * 6, "stop", turns=turns)
+    assert "give them in tokens" in to_token_steps(StepRewards([1.0], [5]), completion, lambda ids: "")
+    assert to_token_steps(StepRewards([1.0], [5], "tokens"), completion, None) == [(4, 1.0)]
 
 
 # --- in a suite ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from functools import cached_property
 from groupwise.data.prompts import worked_completion
 from groupwise.doctor.findings import Evidence, Example
 from groupwise.errors import RewardError
+from groupwise.rewards import functions
 from groupwise.rewards.suite import RewardFailure
 from groupwise.training.setup import Prepared
 from groupwise.types import Completion, Group, Problem
@@ -99,18 +100,30 @@ def reward_fails(rehearsal: Rehearsal) -> Evidence | None:
     )
 
 
+OF_NO_ANSWER = (functions.keyword, functions.length, functions.overlong, functions.repetition_penalty)
+"""Built-in rewards that no answer decides: made-up completions may well all earn the same."""
+
+
+def judged_elsewhere(rehearsal: Rehearsal) -> bool:
+    """Whether a reward model or an environment has a say, which before the run is not known."""
+    rewards = rehearsal.prepared.rewards
+    return bool(rewards.models) or any(one.is_environment and one.weight for one in rewards.rewards)
+
+
 def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
     """A right answer earns no more than a wrong one, or than nothing at all."""
     groups = rehearsal.groups
-    if not groups or rehearsal.prepared.rewards.models:
-        return None  # what a reward model would say is not known yet
+    if not groups or judged_elsewhere(rehearsal):
+        return None
     blind = [g for g in groups if g.rewards[0] <= max(g.rewards[1:ENDED])]
     if len(blind) < 0.5 * len(groups):
         return None
     same = sum(1 for g in groups if len({*g.rewards[:ENDED]}) == 1)
     said = f"; in {same} all four scored the same" if same else ""
-    # What an own function looks for, such as code that runs, may be in none of the four.
-    certain = same == len(groups) and all(one.built_in for one in rehearsal.prepared.rewards.rewards if one.weight)
+    # What an own function looks for, such as code that runs, may be in none of the four, and so may the words of `keyword`.
+    certain = same == len(groups) and all(
+        one.built_in and one.function not in OF_NO_ANSWER for one in rehearsal.prepared.rewards.rewards if one.weight
+    )
     return Evidence(
         f"in {len(blind)} of {len(groups)} problems that were tried a worked right answer earned no more than a wrong one, an "
         f"empty one or nonsense{said}",
@@ -123,7 +136,7 @@ def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
 def unpaid_end(rehearsal: Rehearsal) -> Evidence | None:
     """A right answer that goes on until it is cut earns as much as one that ends."""
     told = [g for g in rehearsal.groups if g.rewards[0] > max(g.rewards[1:ENDED])]  # of others the rules above speak
-    if not told or rehearsal.prepared.rewards.models or any(g.rewards[0] > g.rewards[ENDED] for g in told):
+    if not told or judged_elsewhere(rehearsal) or any(g.rewards[0] > g.rewards[ENDED] for g in told):
         return None
     return Evidence(
         f"in all {len(told)} problems that were tried a right answer that went on to the token limit earned as much as one that ended",

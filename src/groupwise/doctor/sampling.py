@@ -12,6 +12,7 @@ from groupwise.doctor.findings import (
     accuracy_of,
     completions_between,
     groups_of,
+    has_answers,
     mean,
     series,
     three,
@@ -153,7 +154,7 @@ def goes_on(run: RunRecord) -> Evidence | None:
     """Completions that have given their answer in the place asked for, and are cut at the limit all the same."""
     reward = series(run, "reward/mean")
     late = completions_between(run, reward.late_steps) if len(reward) else []
-    cut = [r for r in late if r.truncated]
+    cut = [r for r in late if r.finish_reason == "length"] if has_answers(run) else []
     answered = [r for r in cut if extract_answer(r.answer, run.style) is not None]
     if len(late) < 32 or len(answered) < max(0.1 * len(late), 0.3 * len(cut)):
         return None

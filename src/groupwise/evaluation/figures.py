@@ -122,7 +122,8 @@ def of_episodes(records: Sequence[Record]) -> dict[str, float]:
         result["failed_calls"] = sum(call["failure"] in ("raised", "timed_out") for call in calls) / len(calls)
     if rewarded := [record["reward"] for record in records if "reward" in record]:
         known = [reward for reward in rewarded if reward is not None]
-        result["environment_failed"] = 1 - len(known) / len(rewarded)
+        # Where a record without a reward has no such key, the episode is sound: its environment gives none.
+        result["environment_failed"] = (len(rewarded) - len(known)) / len(records)
         if known:
             result["reward"] = math.fsum(known) / len(known)
     return result

@@ -223,7 +223,8 @@ def evaluation_row(evaluation: EvaluationRecords) -> dict[str, Any]:
     row: dict[str, Any] = {"stage": evaluation.stage, "mode": evaluation.mode, "n": n, "step": evaluation.step}
     stopped = [{**record, "stopped": record["finish_reason"] == "stop"} for record in evaluation.records]
     for key in ("strict", "lenient", "format", "stopped"):
-        row[key] = list(share(stopped, key))
+        known = any(record[key] is not None for record in stopped)
+        row[key] = list(share(stopped, key)) if known else list(row["strict"])  # lenient: where every answer went unchecked
     if all("turns" in record for record in evaluation.records):
         row["episodes"] = of_episodes(evaluation.records)
         row["turns_interval"] = turns_interval(evaluation.records)
@@ -302,7 +303,7 @@ def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
     """Stages, problems and verdicts of each mode, and the packed portions of texts (numbered through over all modes).
 
     Of several samples of a problem it is the first. ``verdicts[stage][problem]`` is ``r`` (right, or a success by the environment), ``l``
-    (right elsewhere only), ``w`` (wrong) or ``-`` (not asked). A portion lists problems as ``{question, expected, said}`` with
+    (right elsewhere only), ``w`` (wrong) or ``-`` (not asked, or not judged). A portion lists problems as ``{question, expected, said}`` with
     ``said[stage]`` = ``[response, extracted, finish reason, tokens]`` or null.
     """
     tables: list[dict[str, Any]] = []
@@ -329,7 +330,7 @@ def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def verdict(record: Mapping[str, Any] | None, key: str) -> str:
-    if record is None:
+    if record is None or record[key] is None:
         return "-"
     return "r" if record[key] else "l" if key == "strict" and record["lenient"] else "w"
 

@@ -105,6 +105,8 @@ def answer(function: Callable[..., Any], keywords: Mapping[str, object], seed: i
 
     try:
         seed_generators(seed)
+        if (algebra := sys.modules.get("groupwise.data.algebra")) is not None:
+            algebra.renew_budget()  # the suite renews that of its own process
         return written("returned", call_with_limit(function, keywords, None))
     except CallRaised as raised:
         return written("raised", str(raised))

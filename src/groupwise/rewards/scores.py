@@ -95,6 +95,8 @@ def to_token_steps(steps: StepRewards, completion: Completion, decode: Decode | 
     A step ends with the token that completes its last character. One that ends with the text takes along what follows without text: the
     stop token is part of the last step.
     """
+    if steps.unit == "characters" and len(completion.turns) > 1:
+        return "steps in characters, which an episode of several turns has no count of: give them in tokens"
     length = len(completion.token_ids if steps.unit == "tokens" else completion.text)
     if outside := [end for end in steps.ends if not 1 <= end <= length]:
         return f"a step that ends after {outside[0]} {steps.unit}, but the completion has {length}"

@@ -307,7 +307,8 @@ def completion_record(
     strict, lenient = truth(row.get("strict")), truth(row.get("lenient"))
     if strict is None and may_grade and row.get("expected") is not None:
         accepted = row.get("accepted")
-        verdict = grade(said, [text(one) for one in accepted] if isinstance(accepted, list) else expected, style)
+        own = next((turn.text for turn in reversed(turns(row.get("turns"))) if turn.sampled), said)
+        verdict = grade(own, [text(one) for one in accepted] if isinstance(accepted, list) else expected, style)
         strict, lenient = verdict.strict, verdict.lenient
     return CompletionRecord(
         step=step,
@@ -400,7 +401,9 @@ def evaluation_record(row: Mapping[str, Any]) -> dict[str, Any]:
     extracted = row.get("extracted")
     return {
         **{key: text(row.get(key)) for key in ("problem", "question", "prompt", "expected", "response")},
-        **{key: row.get(key) is True for key in ("strict", "lenient", "format")},
+        **{key: row.get(key) is True for key in ("strict", "format")},
+        # Where the place asked for is empty, what stands elsewhere may have gone unchecked.
+        "lenient": None if "unchecked" in row and row.get("lenient") is None else row.get("lenient") is True,
         "extracted": None if extracted is None else text(extracted),
         "finish_reason": finish_reason(row),
         "tokens": max(0, whole(row.get("tokens"))),

@@ -1,7 +1,8 @@
 // Held-out problems at two stages, side by side.
 
 const CHANGES = {
-  all: () => true, fixed: (a, b) => a !== 'r' && b === 'r', broken: (a, b) => a === 'r' && b !== 'r', right: (a, b) => a === 'r' && b === 'r', wrong: (a, b) => a !== 'r' && b !== 'r',
+  all: () => true, right: (a, b) => a === 'r' && b === 'r',
+  fixed: (a, b) => !'r-'.includes(a) && b === 'r', broken: (a, b) => a === 'r' && !'r-'.includes(b), wrong: (a, b) => !'r-'.includes(a) && !'r-'.includes(b),
 };
 const VERDICT_FLAGS = { r: 1, l: 6, w: 2, '-': 0 };
 
@@ -25,7 +26,7 @@ function beforeAfterSection() {
       select('Show', [['all', 'all'], ['fixed', 'fixed'], ['broken', 'broken'], ['right', 'right both times'], ['wrong', 'wrong both times']], chosen.change, (v) => set('change', v)));
     const a = held.verdicts[chosen.before], b = held.verdicts[chosen.after];
     const found = held.problems.map((_, i) => i).filter((i) => CHANGES[chosen.change](a[i], b[i]));
-    if (page === null) page = Math.max(0, found.findIndex((i) => (a[i] === 'r') !== (b[i] === 'r')));
+    if (page === null) page = Math.max(0, found.findIndex((i) => CHANGES.fixed(a[i], b[i]) || CHANGES.broken(a[i], b[i])));
     page = Math.min(page, Math.max(0, found.length - 1));
     try {
       const made = found.length ? await pairOf(r, held, found[page], chosen) : el('p', {}, 'None.');
