@@ -1,6 +1,7 @@
 """The objective's sections: what lies under what is written, what cannot be written, and where former keys have gone."""
 
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -366,3 +367,22 @@ def test_sections_that_come_in_types_are_known_with_all_of_them():
     assert sections()["algorithm.kl"] == (KLConfig,)
     assert (DppoLoss().limit, DppoLoss(divergence="kl").limit, DppoLoss(threshold=0.3).limit) == (0.15, 0.05, 0.3)
     assert EntropyConfig().bonus == 0, "what a run without the section has"
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [{"normalise": "mean_std"}, {"functions": [{"function": "correctness", "normalise": "mean_std"}]}],
+    ids=["sum", "one"],
+)
+def test_rewards_around_zero_are_refused_where_their_mean_divides(rewards: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is maxrl, which divides by their mean: normalise by std"):
+        build_config({"algorithm": {"preset": "maxrl"}, "rewards": rewards})
+    build_config({"algorithm": {"preset": "maxrl"}, "rewards": {"normalise": "std"}})
+    build_config({"rewards": rewards})
+
+
+def test_a_correction_that_nobody_asked_for_is_not_written_where_it_would_do_nothing() -> None:
+    config = load_config(None, ["rollout.engine=vllm", "rollout.ahead=1", "algorithm.stale_samples=behaviour"])
+    assert config.algorithm.correction is None
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+    assert load_config(None, ["rollout.engine=vllm", "rollout.ahead=1"]).algorithm.correction is not None

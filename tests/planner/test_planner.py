@@ -303,6 +303,7 @@ def test_reward_models_take_their_weights_beside_the_policy(tmp_path):
     assert planned({}) == (2 * weights, planned({})[1])
     assert planned({"dtype": "float32"}, {})[0] == 6 * weights
     assert planned({"device": "cuda:1"})[0] == 0
+    assert planned({"device": "cuda"})[0] == 2 * weights, "the device that auto takes, by its name"
     assert "reward models: their weights alone; neither" in planned({})[1]
     assert "reward models" not in planned()[1]
     taken, said = planned({"name": str(tmp_path / "nowhere")})
@@ -559,3 +560,38 @@ def test_a_sequence_of_32_thousand_tokens_of_1_5b_fits_on_80_gigabytes():
 
     assert peak(True) < 60e9
     assert peak(False) > 110e9
+
+
+def test_what_lies_outside_the_gpu_counts_a_critic_an_average_and_masters_of_fp32_weights():
+    shape = KNOWN_SHAPES["Qwen/Qwen2.5-0.5B"]
+
+    def outside(**settings):
+        return memory.host_bytes(setup_of(shape, "cuda", **settings))
+
+    own = {"preset": "ppo", "kl": None, "value": {"critic": "copy"}}
+    shared = {"preset": "ppo", "kl": None, "value": {"critic": "shared"}}
+    offload = {"optimizer": {"offload": True}}
+    assert outside(algorithm=own, **offload) - outside(algorithm=shared, **offload) == 16 * shape.parameters
+    parked = {"training": {"offload_reference": True}}
+    mixed = {"kl": {"beta": 0.04, "reference_every": 10, "reference_mixing": 0.5}}
+    plain = {"kl": {"beta": 0.04, "reference_every": 10}}
+    assert outside(algorithm=mixed, **parked) - outside(algorithm=plain, **parked) == 4 * shape.parameters
+    fp32 = setup_of(shape, "cuda", model={"dtype": "float32"}, algorithm={"kl": None}, **offload)
+    assert memory.host_bytes(fp32) >= 16 * shape.parameters
+    inside = fp32.changed(optimizer__offload=False)
+    assert memory.disk_bytes(fp32)[0] - memory.disk_bytes(inside)[0] == 4 * shape.parameters
+
+
+def test_logits_that_a_head_caps_are_planned_whole():
+    """The model's module gives them for every padded token; the tiles are of heads that are a product and no more."""
+    sizes = {
+        "model_type": "gemma2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 5000,
+    }  # fmt: skip
+    capped, plain = (shape_of_config({**sizes, "final_logit_softcapping": cap}, "m") for cap in (30.0, None))
+    found = [memory.logits(made, made.largest, learnt=True).bytes for made in (setup_of(capped), setup_of(plain))]
+    batch = setup_of(capped).largest
+    assert found[0] >= capped.vocabulary * (2 * batch.padded + 16 * batch.tokens)
+    assert found[1] < found[0] / 4
+    assert not shape_of_config({**sizes, "model_type": "cohere", "logit_scale": 0.0625}, "m").plain_head
+    assert shape_of_config({**sizes, "model_type": "granite", "logits_scaling": 1.0}, "m").plain_head

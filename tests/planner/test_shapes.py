@@ -90,6 +90,19 @@ def test_a_config_that_describes_no_model_gets_one_sentence(broken):
         shape_of_config({**whole, **broken} if isinstance(broken, dict) else broken, "m")
 
 
+def test_a_published_config_that_leaves_out_its_type_s_defaults_can_be_planned():
+    """As Gemma 3 of 4B and more has it."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    shape = shape_of_config({"model_type": "gemma3", "text_config": text}, "google/gemma-3-4b-it")
+    config = AutoConfig.for_model(**text)
+    assert (shape.heads, shape.kv_heads, shape.head_width, shape.vocabulary) == (
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.vocab_size,
+    )  # fmt: skip
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert shape.parameters == pytest.approx(weights, rel=1e-3)
+
+
 @pytest.mark.parametrize("family", ["phi3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "cohere2"])
 def test_other_architectures_have_the_weights_that_transformers_counts(family):
     sizes = {

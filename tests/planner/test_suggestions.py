@@ -9,6 +9,7 @@ from transformers import Qwen2Config
 
 from groupwise.config import load_config
 from groupwise.planner import HARDWARE, make_plan
+from groupwise.planner import plan as plan_module
 from groupwise.planner.memory import peak_bytes
 from groupwise.planner.plan import smaller_model, too_close
 from groupwise.planner.setup import Setup
@@ -195,6 +196,41 @@ def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkey
     assert made.suggestions
     for one in made.suggestions:
         sharding.check_sharding(load_config(recipe, settings_of(one)), Qwen2Config(), processes=8)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.kl.reference_updates=2"],
+        ["algorithm.kl.reference_every=50"],
+        ["algorithm.preset=ppo", "algorithm.kl=null", "algorithm.value.critic=copy", "algorithm.value.critic_learning_rate=5e-6"],
+        ["model.dtype=float16"],
+    ],
+    ids=["outer", "renewed", "critic", "float16"],
+)
+def test_nothing_is_suggested_that_the_settings_refuse(overrides):
+    made = make_plan(load_config("polaris-3b", overrides), HARDWARE["rtx-4090"])
+    assert not made.fits
+    assert made.suggestions
+    tried = suggest(made.setup, HARDWARE["rtx-4090"], 6 * GIB) + suggest(made.setup, HARDWARE["rtx-4090"], 30 * GIB)
+    for one in (*made.suggestions, *tried):
+        load_config("polaris-3b", [*overrides, *settings_of(one)])
+
+
+def test_a_smaller_model_has_as_much_of_a_machine_as_the_one_that_was_asked_for(monkeypatch):
+    """Processes on CPUs share its memory; it is divided among them once."""
+    asked = []
+
+    def planned(*args, **kwargs):
+        asked.append(kwargs["limit_bytes"])
+        return make_plan(*args, **kwargs)
+
+    config = load_config("gsm8k-0.5b", ["model.name=Qwen/Qwen2.5-72B-Instruct"])
+    made = make_plan(config, HARDWARE["cpu"], world_size=2, limit_bytes=24 * GIB)
+    assert made.limit_bytes == 12 * GIB
+    monkeypatch.setattr(plan_module, "make_plan", planned)
+    smaller_model(made)
+    assert set(asked) == {24 * GIB}
 
 
 def test_more_devices_come_last_and_only_as_many_as_there_are_prompts():

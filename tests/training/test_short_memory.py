@@ -46,6 +46,17 @@ def test_the_note_grows_with_the_run(small_config, monkeypatch):
     assert 494 / 135 * 0.6 < large / small < 494 / 135 * 1.2
 
 
+def test_what_vllm_takes_of_a_gpu_stands_beside_the_run(monkeypatch):
+    gpu, gib = torch.device("cuda"), 2**30
+    settings = ["model.name=Qwen/Qwen2.5-1.5B-Instruct", "rollout.engine=vllm", "rollout.vllm.gpu_memory_share=0.6"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    needed = []
+    for whole in (80, 160):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, whole=whole: (gib, whole * gib))
+        needed.append(short_memory.memory_shortage(load_config("gsm8k-0.5b", settings), gpu).needed)
+    assert needed[1] - needed[0] == pytest.approx(0.6 * 80 * gib, rel=0.01)
+
+
 def test_a_divided_run_is_judged_by_what_one_process_holds(monkeypatch):
     """7B over eight GPUs of 80 GB, as its recipe has it: one process holds 53 GiB, and one alone would need 160.5."""
     config = load_config("gsm8k-7b-8gpu")

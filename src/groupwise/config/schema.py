@@ -504,6 +504,12 @@ class Config(Section):
                 f"model.dtype is float16, whose loss is scaled, but algorithm.advantage.type is {self.algorithm.advantage.type}, with a "
                 "learned value, whose loss is not: use bfloat16"
             )
+        centred = "mean_std" in (self.rewards.normalise, *(function.normalise for function in self.rewards.functions))
+        if self.algorithm.advantage.type == "maxrl" and centred:
+            raise ValueError(
+                "rewards are normalised by mean_std, which makes the lower ones negative, but algorithm.advantage.type is maxrl, which "
+                "divides by their mean: normalise by std, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -567,7 +573,8 @@ class Config(Section):
     def follow_engine(self) -> Config:
         """Another program's numbers are corrected for, unless something else was said; written past validation, as not set."""
         if "correction" not in self.algorithm.model_fields_set:
-            correction = None if self.rollout.engine_reads_the_policy else CorrectionConfig()
+            needless = self.rollout.engine_reads_the_policy or self.clips_against_the_sampler
+            correction = None if needless else CorrectionConfig()
             self.__dict__["algorithm"] = self.algorithm.model_copy(update={"correction": correction})
             self.algorithm.model_fields_set.discard("correction")
         return self

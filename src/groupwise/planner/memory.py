@@ -127,6 +127,9 @@ def logits(setup: Setup, batch: MicroBatchSize, *, learnt: bool) -> Item:
     whose entropies do, keeps some logits, and their gradients take their place.
     """
     shape, s, tokens = setup.shape, setup.weight_bytes, batch.tokens
+    if not setup.packed and not shape.plain_head:  # models/module_scorer.py, _score_by_logits
+        whole = shape.vocabulary * (3 * s * batch.padded + (s + 16) * tokens)
+        return Item("logits", whole, "V (3 s N + (s + 16) T), N padded tokens: the head caps or scales them")
     if learnt and setup.device == "cpu" and setup.adapted and not setup.learns_entropy:
         rows = min(tokens, LOGIT_ROWS[setup.device])
         kept = s * (rows * shape.vocabulary + 3 * tokens * shape.width) + 4 * tokens * shape.width
@@ -280,7 +283,10 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
     kept = {"master weights", "moments", "reference average", "critic's weights", "critic's optimiser"}
     kept |= {"reference"} if "reference average" not in {item.name for item in state(near)} else set()
     whole = setup.weight_bytes * setup.shape.parameters
-    checkpoint = (adapter or whole) + sum(item.bytes for item in state(near) if item.name in kept)
+    own = (
+        4 * setup.trained if setup.offloaded and setup.in_fp32 else 0
+    )  # masters outside the GPU, of weights that need none on it
+    checkpoint = (adapter or whole) + own + sum(item.bytes for item in state(near) if item.name in kept)
     return checkpoint, adapter + (0 if setup.adapted and setup.config.output.adapter_only else whole)
 
 
@@ -311,10 +317,13 @@ def host_bytes(setup: Setup) -> int:
     """Bytes of the machine's own memory for one process: masters, moments and gradients of the optimiser there, and a parked reference."""
     if not (setup.offloaded or setup.parked):
         return 0
-    kept = {"master weights", "moments", "gradients"} if setup.offloaded else set()
+    kept = {"master weights", "moments", "gradients", "critic's optimiser", "critic's gradients"} if setup.offloaded else set()
+    kept |= {"reference", "reference average"} if setup.parked else set()
     near = setup.changed(optimizer__offload=False, training__offload_reference=False)
     parts = next(phase for phase in phases(near) if phase.name == "optimiser step").items
-    found = {i.name: i.bytes for i in parts if i.name in kept | ({"reference"} if setup.parked else set())}
+    found = {i.name: i.bytes for i in parts if i.name in kept}
+    if setup.offloaded and setup.in_fp32:  # on the GPU the weights are their own masters
+        found["master weights"] = 4 * setup.trained
     if setup.device == "cuda" and not setup.adapted:
         for name, size in (("master weights", 4), ("reference", setup.weight_bytes)):
             found[name] = int(found.get(name, 0) * _pinned_share(setup.shape, size))

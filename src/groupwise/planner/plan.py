@@ -86,7 +86,7 @@ class Plan:
                 "once for a group; the time of tools and environments is not counted"
             )
         if any(entry.model for entry in setup.config.rewards.functions):
-            unknown = unknown_judges(setup.config)
+            unknown = unknown_judges(setup.config, setup.device)
             left_out = f", without {', '.join(unknown)}, whose config.json cannot be had or read" if unknown else ""
             notes.append(f"reward models: their weights alone{left_out}; neither their passes nor the time of scoring")
         if setup.world_size > 1:
@@ -349,7 +349,8 @@ def smaller_model(made: Plan) -> str | None:
     for name in sorted(smaller, key=lambda name: -KNOWN_SHAPES[name].parameters):
         other = make_plan(
             config.model_copy(update={"model": config.model.model_copy(update={"name": name})}), made.hardware,
-            limit_bytes=made.limit_bytes, world_size=setup.world_size, prompt_tokens=setup.prompt_tokens,
+            limit_bytes=setup.device_bytes, world_size=setup.world_size, prompt_tokens=setup.prompt_tokens,
+            gpus_per_node=setup.gpus_per_node,
         )  # fmt: skip
         if other.fits or any(one.fits for one in other.suggestions):
             changes = "" if other.fits else f" with {other.suggestions[0].words}"

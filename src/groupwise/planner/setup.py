@@ -19,23 +19,26 @@ from groupwise.planner.shape import ModelShape, find_shape
 __all__ = ["MicroBatchSize", "Setup", "judge_bytes", "unknown_judges"]
 
 
-def judge_bytes(config: Config) -> int:
-    """Weights of the reward models on the policy's device. Those that `unknown_judges` names are left out.
+def judge_bytes(config: Config, device: str) -> int:
+    """Weights of the reward models on the policy's device, a ``cuda`` or ``cpu``. Those that `unknown_judges` names are left out.
 
     A classifier has the language model's layers and embedding, and a score head of one row per label in place of the output head.
     """
-    return sum(_bytes_per_weight(model) * weights for model in _beside(config) if (weights := _weights(model)) is not None)
+    return sum(
+        _bytes_per_weight(model) * weights for model in _beside(config, device) if (weights := _weights(model)) is not None
+    )
 
 
-def unknown_judges(config: Config) -> list[str]:
-    """Reward models whose config.json cannot be had, or is not that of a Llama-like decoder."""
-    return [model.name for model in _beside(config) if _weights(model) is None]
+def unknown_judges(config: Config, device: str) -> list[str]:
+    """Reward models there whose config.json cannot be had, or is not that of a Llama-like decoder."""
+    return [model.name for model in _beside(config, device) if _weights(model) is None]
 
 
-def _beside(config: Config) -> Iterator[RewardModelConfig]:
+def _beside(config: Config, device: str) -> Iterator[RewardModelConfig]:
     """Reward models that share the policy's device."""
+    policys = {"auto", config.model.device} | ({device} if config.model.device == "auto" else set())
     for entry in config.rewards.functions:
-        if entry.model is not None and entry.model.device in ("auto", config.model.device):
+        if entry.model is not None and entry.model.device in policys:
             yield entry.model
 
 
@@ -280,7 +283,7 @@ class Setup:
     @cached_property
     def judges(self) -> int:
         """Bytes of the reward models' weights on this device."""
-        return judge_bytes(self.config)
+        return judge_bytes(self.config, self.device)
 
     @cached_property
     def micro_batches(self) -> list[MicroBatchSize]:

@@ -55,6 +55,8 @@ class ModelShape:
     """Positions of the model, prompt and completion together."""
     file_dtype: str = "bfloat16"
     """Numbers of its files, as its config says."""
+    plain_head: bool = True
+    """Whether logits are the head's product, and not scaled or capped: else the model's module computes them whole."""
 
     @property
     def lean(self) -> bool:
@@ -122,6 +124,12 @@ class ModelShape:
 
 
 _ENDS = ("embed_tokens", "lm_head")
+_OF_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""By what Gemma 2, Granite and Cohere cap or scale logits."""
+_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208}
+}
+"""What published configs leave to the defaults of their type."""
 _TIED = ("gemma", "gemma2", "smollm3", "cohere", "cohere2", "ernie4_5")
 """Types whose output head is the embedding where the config does not say."""
 
@@ -213,6 +221,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
     values = values if isinstance(values, dict) else {}
     text = values.get("text_config") or values
     architecture = str(text.get("model_type") or values.get("model_type"))
+    text = {**_LEFT_OUT.get(architecture, {}), **text}
     experts = max((found for name in _EXPERTS if isinstance(found := text.get(name), int)), default=0)
     if experts > 1:
         raise ModelError(
@@ -241,6 +250,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             uncovered=why_uncovered({**text, "model_type": outer}),
             windows=() if family is None or not any(windows := family.windows(text)) else windows,
             context=context if isinstance(context, int) and 0 < context < 10**9 else _UNNAMED_CONTEXT,
+            plain_head=all(text.get(key) in (None, 1, 1.0) for key in _OF_THE_HEAD),
             file_dtype=next((str(v[key]) for v in (text, values) for key in ("dtype", "torch_dtype") if v.get(key)), "float32"),
         )
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:

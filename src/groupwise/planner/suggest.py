@@ -189,7 +189,9 @@ def _changes_of_result(setup: Setup) -> Iterator[Change]:
         yield {"rollout__ahead": 0}, 2, "no sampling ahead: nothing is stale, and a step waits for its batch"
     value = setup.config.algorithm.value
     if value is not None and value.critic != "shared":
-        yield {"algorithm__value__critic": "shared"}, 2, "the critic is a head on the policy"
+        rate = type(value).model_fields["critic_learning_rate"].default  # of a critic of its own alone
+        shared = {"algorithm__value__critic": "shared", "algorithm__value__critic_learning_rate": rate}
+        yield shared if value.critic_learning_rate != rate else {"algorithm__value__critic": "shared"}, 2, _HEAD
     if setup.has_reference and setup.config.algorithm.kl is not None:
         without = "no reference and no KL: another objective"
         yield {"algorithm__kl": None}, 2, without
@@ -203,11 +205,13 @@ def _other_rounding(setup: Setup) -> Iterator[Change]:
     if not setup.in_fp32 and config.optimizer.precision in ("masters", "masters-8bit"):
         if config.optimizer.precision == "masters":
             yield {"optimizer__precision": "masters-8bit"}, 1, "moments of 8 bits (needs bitsandbytes)"
-        yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
+        if config.model.dtype != "float16":  # which holds no small updates
+            yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
     if setup.by_vllm and config.rollout.vllm.url is None:
         yield {"rollout__engine": "auto"}, 1, "sampled by the built-in engine, whose memory is there only while it samples"
 
 
+_HEAD = "the critic is a head on the policy"
 _FEW_BITS = "a base of {} bits (needs bitsandbytes)"
 _MODULE = "sampled through the base as it is stored, by the model's own module: slow"
 
@@ -227,6 +231,9 @@ def _adapters(setup: Setup) -> Iterator[Change]:
             for changes, effect in few:
                 yield {**whole, **changes, **by_module}, 2, f"{effect}; {_MODULE}"
         return
+    kl = setup.config.algorithm.kl
+    if kl is not None and (kl.reference_every or kl.reference_updates > 1):
+        return  # an adapter's reference is the model without it, which cannot be renewed
     lora: dict[str, Any] = {"model__lora": LoraConfig(rank=16, alpha=32)}
     effect = "a low-rank adapter learns: raise the learning rate about tenfold"
     if whole:

@@ -88,7 +88,9 @@ def planned(config: Config, device: torch.device, prompt_tokens: int = 0, proces
         return None
     model = with_dtype(config.model.model_copy(update={"device": device.type}))
     config = config.model_copy(update={"model": model})
-    return Setup(config, shape, "cuda" if device.type == "cuda" else "cpu", size, prompt_tokens).changed(
+    there = device.type == "cuda" and torch.cuda.is_available()
+    whole = torch.cuda.mem_get_info(device)[1] if there else 0  # of which vLLM takes its share
+    return Setup(config, shape, "cuda" if device.type == "cuda" else "cpu", size, prompt_tokens, device_bytes=whole).changed(
         training__sharding=chosen_sharding(config.training.sharding, size)
     )
 
