@@ -89,6 +89,17 @@ def tiny_nemotron_h() -> Callable[[], Any]:
 
 
 @pytest.fixture
+def tiny_falcon_h1() -> Callable[[], Any]:
+    """Layers that have attention and a recurrent state both."""
+    FalconH1Config = pytest.importorskip("transformers.models.falcon_h1").FalconH1Config
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16}
+    return lambda: _random_model(FalconH1Config(**sizes, **heads, **mamba, initializer_range=0.3, pad_token_id=None))
+
+
+@pytest.fixture
 def tiny_gemma2() -> Callable[[], Any]:
     """Caps its logits, and looks back 8 tokens in every other layer: shorter than prompts and completions here."""
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import Gemma3Config, GPT2Config, Qwen2Config
 from typer.testing import CliRunner
 
 from groupwise.cli import app
@@ -137,7 +137,7 @@ def test_one_that_is_slower_beyond_doubt_is_left_out(decoder, norms):
 @needs_kernels
 def test_the_native_kernels_are_checked_through_every_operation_and_taken(own_cache, monkeypatch):
     """Slower they may be on tiny tensors; that they agree is what is asked here."""
-    monkeypatch.setattr(FastPath.__init__, "__defaults__", (1e6,))
+    monkeypatch.setattr(FastPath.__init__, "__defaults__", (1e6, True))
     found = {choice.path: choice for choice in check_fast_paths(SHAPE, BF16, CPU)}
     assert found["native kernels"].taken
     assert [m.operation for m in found["native kernels"].operations] == ["passes", "a decode step", "a merged weight"]
@@ -172,6 +172,35 @@ def test_where_there_is_nothing_to_choose_nothing_is_kept(own_cache, monkeypatch
     for again in ("_check", "_kept"):
         monkeypatch.setattr(fast_paths, again, lambda *a: pytest.fail("it was looked at again"))
     assert check_fast_paths(SHAPE, torch.float16, CPU) == []
+
+
+@pytest.mark.parametrize("shape", [GPT2Config(n_layer=1), Gemma3Config()], ids=["another", "wrapped"])
+def test_a_model_that_no_decoder_computes_has_nothing_to_choose(own_cache, shape):
+    """Its module goes the same way in every process: the one that looked, those that are told, and the resumed run's."""
+
+    def switches():
+        return ops._by_library, ops._by_kernels, attention._by_flash, calls._allowed
+
+    for path in fast_paths.fast_paths():
+        path.switch(True)
+    looked = check_fast_paths(shape, torch.float32, CPU)
+    assert looked == []
+    here = switches()
+    assert here == (False, False, False, True)
+    told = fast_paths.facts(shape, torch.float32, CPU, looked)
+    for again in (lambda: fast_paths.take(shape, torch.float32, CPU, looked),
+                  lambda: check_fast_paths(shape, torch.float32, CPU, earlier=told)):  # fmt: skip
+        fast_paths._known.clear()
+        for path in fast_paths.fast_paths():
+            path.switch(not path.unchecked)
+        again()
+        assert switches() == here
+
+
+def test_what_does_not_apply_is_as_where_nobody_looked(own_cache):
+    check_fast_paths(SHAPE, torch.float32, CPU)
+    assert not attention._by_flash
+    assert not ops._by_kernels
 
 
 def test_what_is_kept_belongs_to_one_shape_dtype_and_version(own_cache, monkeypatch):

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
+from groupwise.errors import ModelError
 from groupwise.models.decoder import Decoder
 from groupwise.models.module_scorer import ModuleScorer
 
@@ -86,16 +87,24 @@ def test_other_architectures(foreign, tokenizer, make_prompts, ids_of):
         assert completion.token_ids == tuple(expected.tolist())
 
 
-def test_finished_sequences_stay_where_a_layer_has_a_recurrent_state(tiny_nemotron_h, tokenizer, make_prompts, ids_of):
+@pytest.mark.parametrize("family", ["tiny_nemotron_h", "tiny_falcon_h1"])
+def test_finished_sequences_stay_where_a_layer_has_a_recurrent_state(family, request, tokenizer, make_prompts, ids_of):
     """Its cache cannot lose rows. Token by token its state differs from the whole sequence's by more rounding than attention's."""
-    prompts = make_prompts(LENGTHS)
+    prompts, make = make_prompts(LENGTHS), request.getfixturevalue(family)
     many, few = (
-        TransformersEngine(tiny_nemotron_h(), tokenizer, ENDS, max_rows=rows).sample(prompts, 4, SAMPLED, seed=3, scope="s")
+        TransformersEngine(make(), tokenizer, ENDS, max_rows=rows).sample(prompts, 4, SAMPLED, seed=3, scope="s")
         for rows in (64, 3)
     )
     assert ids_of(many) == ids_of(few)
     assert len({len(completion.token_ids) for group in many for completion in group}) > 3
-    torch.testing.assert_close(recorded(many), scored(tiny_nemotron_h(), prompts, many), rtol=1e-3, atol=5e-3)
+    torch.testing.assert_close(recorded(many), scored(make(), prompts, many), rtol=1e-3, atol=5e-3)
+
+
+def test_a_model_without_a_cache_of_keys_and_values_is_refused_in_a_sentence(tokenizer, make_prompts):
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    engine = TransformersEngine(AutoModelForCausalLM.from_config(MambaConfig(**sizes)), tokenizer, ENDS)
+    with pytest.raises(ModelError, match="a MambaForCausalLM gives no KV cache to go on from"):
+        engine.sample(make_prompts([3]), 2, SAMPLED, seed=0, scope="s")
 
 
 def test_the_cache_works_under_gradient_checkpointing(tiny_llama, tokenizer, make_prompts, ids_of):

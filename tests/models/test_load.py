@@ -14,7 +14,16 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    GenerationConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedModel,
+)
 
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ModelError
@@ -27,6 +36,7 @@ from groupwise.models.load import (
     check_adapter,
     check_model,
     context_length,
+    embeds_all,
     end_token_ids,
     load_model_config,
     load_policy,
@@ -166,7 +176,7 @@ def test_flash_attention_that_is_not_installed_is_refused(monkeypatch: pytest.Mo
 def test_flash_attention_4_is_not_taken_for_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are the package ``flash_attn``; transformers knows by which distribution it came."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert load._attention(ModelConfig(dtype="bfloat16"), torch.device("cuda")) is None
+    assert load._attention(ModelConfig(dtype="bfloat16"), torch.device("cuda"), LlamaConfig()) is None
     with pytest.raises(ModelError, match="flash-attn"):
         check_model(ModelConfig(attention="flash_attention_2"))
 
@@ -193,6 +203,16 @@ def test_a_tokenizer_too_large_for_the_model_is_refused(qwen_folder: Path, tiny_
     tiny_qwen2().save_pretrained(qwen_folder)
     with pytest.raises(ModelError, match=r"knows 151665 tokens, but the model embeds only 128"):
         load_policy(model_config(qwen_folder))
+
+
+def test_a_placeholder_for_images_needs_no_row_of_a_text_model(qwen_folder: Path, tiny_qwen2: Callable[..., Any]) -> None:
+    """Gemma 3's tokenizer has one such token above the embedding of its text models."""
+    tokenizer = AutoTokenizer.from_pretrained(qwen_folder)
+    rows = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    assert embeds_all(tokenizer, rows)
+    tokenizer.add_tokens(["grundlos"])
+    assert not embeds_all(tokenizer, rows), "an ordinary word's token may come from any text"
 
 
 # --- what is loaded --------------------------------------------------------------------------------------------------------
@@ -273,6 +293,33 @@ def test_context_length_falls_back_to_the_tokenizers_limit() -> None:
     assert context_length(LlamaConfig(max_position_embeddings=300), bounded) == 300
     assert context_length(none, bounded) == 700
     assert context_length(none, unbounded) > 10**6
+
+
+def test_of_longrope_no_more_positions_are_taken_than_the_short_factors_are_for() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096, **factors}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 131072, "pad_token_id": 0}
+    assert context_length(Phi3Config(**sizes, original_max_position_embeddings=4096, rope_parameters=rope)) == 4096
+    assert context_length(Phi3Config(**sizes)) == 131072
+
+
+def test_the_cap_on_attention_of_gemma_2_is_computed(tmp_path: Path, qwen_folder: Path) -> None:
+    """transformers' sdpa leaves it out."""
+    config = Gemma2Config(
+        vocab_size=151665, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, attn_logit_softcapping=0.5, initializer_range=0.5, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(qwen_folder).save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(name=str(tmp_path), device="cpu", dtype="float32"))
+    ids = torch.arange(5, 17)[None]
+    slow = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(policy.model(ids).logits, slow(ids).logits)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert (other(ids).logits - slow(ids).logits).abs().max() > 1e-3, "the test can tell"
+    with pytest.raises(ModelError, match=r"model\.attention is sdpa, which leaves out the cap"):
+        load_policy(ModelConfig(name=str(tmp_path), device="cpu", dtype="float32", attention="sdpa"))
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------------

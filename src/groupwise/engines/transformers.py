@@ -17,6 +17,7 @@ from torch import Tensor
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
 from groupwise.engines.builtin.draw import Draw, key_further, seed_key
 from groupwise.engines.wrappers import RowLimit
+from groupwise.errors import ModelError
 from groupwise.memory import blocks_of_their_own
 from groupwise.metrics import Metric
 from groupwise.models.devices import has_device_map, input_device
@@ -137,7 +138,12 @@ class TransformersEngine(Engine):
                     use_cache=True,
                     **last_only,
                 )
-                logits, cache = out.logits[:, -1], out.past_key_values
+                logits, cache = out.logits[:, -1], getattr(out, "past_key_values", None)
+                if cache is None:
+                    raise ModelError(
+                        f"a {type(self.model).__name__} gives no KV cache to go on from, as state-space models do not, so that it cannot "
+                        "be sampled by its own module: use rollout.engine=vllm, or another model"
+                    )
                 draw = draw or Draw(settings, logits.shape[1], device)
                 if settings.repetition_penalty != 1.0:
                     seen = _note(seen, inputs, mask, logits)
@@ -201,7 +207,9 @@ class _Sequence:
 
 def _loses_rows(cache: Any) -> bool:
     """Whether finished sequences can be taken out of the cache: not out of layers with a recurrent state."""
-    return all(hasattr(part, "batch_select_indices") for part in (cache, *getattr(cache, "layers", ())))
+    parts = (cache, *getattr(cache, "layers", ()))
+    # Layers that keep a recurrent state beside keys and values (Falcon-H1) select rows of the latter alone.
+    return all(hasattr(part, "batch_select_indices") and not hasattr(part, "recurrent_states") for part in parts)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

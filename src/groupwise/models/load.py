@@ -56,6 +56,7 @@ __all__ = [
     "check_model",
     "context_length",
     "copy_to_cpu",
+    "embeds_all",
     "end_token_ids",
     "generation_config",
     "load_model_config",
@@ -173,7 +174,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None, s
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
     with blocks_of_their_own():  # what quantising needs in passing goes back at once
-        model = multiply_dequantised(_load_weights(config, _attention(config, target), target))
+        model = multiply_dequantised(_load_weights(config, _attention(config, target, hf_config), target))
     if config.device_map is None and target.type == "cpu":  # what a map leaves on the disk stays there; a GPU's copy is read once
         own_memory([*model.parameters(), *model.buffers()])
     if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs
@@ -218,8 +219,17 @@ def end_token_ids(tokenizer: Any, hf_config: PretrainedConfig, generation_config
 
 
 def context_length(hf_config: PretrainedConfig, tokenizer: Any = None) -> int:
-    """How many positions the model was made for; the tokenizer's limit where the config names none (state-space models)."""
+    """How many positions the model was made for; the tokenizer's limit where the config names none (state-space models).
+
+    Of LongRoPE (Phi-3 with 128k positions) those of its short factors: transformers rotates all of a batch by others as soon as one row is
+    longer, also what goes on from keys that were rotated by these.
+    """
     text_config = hf_config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) == "longrope":
+        short = rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None)
+        if isinstance(short, int):
+            return short
     for holder, name in ((text_config, "max_position_embeddings"), (tokenizer, "model_max_length")):
         length = getattr(holder, name, None)
         if isinstance(length, int) and 0 < length < 10**9:  # tokenizers say 10**30 for "no limit known"
@@ -376,10 +386,19 @@ def _load_weights(config: ModelConfig, attention: str | None, device: torch.devi
     return model
 
 
+def embeds_all(tokenizer: Any, rows: int) -> bool:
+    """Whether an embedding of so many rows has one for every token that text is made of. A special one above it, such as Gemma 3's
+    placeholder for an image, belongs to models of another kind, and no text gives it."""
+    if len(tokenizer) <= rows:
+        return True
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return all(index < rows or index in special for index in tokenizer.get_vocab().values())
+
+
 def _check_vocabulary(config: ModelConfig, tokenizer: Any, model: PreTrainedModel) -> None:
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
-    if len(tokenizer) > rows:
+    if not embeds_all(tokenizer, rows):
         raise ModelError(
             f"the tokenizer of {config.name!r} knows {len(tokenizer)} tokens, but the model embeds only {rows}: "
             "use the tokenizer that belongs to this model"
@@ -394,12 +413,18 @@ def _check_attention(config: ModelConfig) -> None:
         )
 
 
-def _attention(config: ModelConfig, device: torch.device) -> str | None:
-    """What to ask transformers for; None is its own choice: sdpa wherever the architecture has it, else eager."""
+def _attention(config: ModelConfig, device: torch.device, hf_config: PretrainedConfig) -> str | None:
+    """What to ask transformers for; None is its own choice: sdpa wherever the architecture has it, else eager. Its sdpa leaves out the cap
+    that Gemma 2 puts on attention's scores, without a word."""
+    capped = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if config.attention == "sdpa" and capped:
+        raise ModelError(
+            f"model.attention is sdpa, which leaves out the cap on the attention scores of {config.name!r}: use auto, which takes eager"
+        )
     if config.attention != "auto":
         return config.attention
     flash = device.type == "cuda" and config.dtype != "float32" and is_flash_attn_2_available()  # flash-attn 4 has the same name
-    return "flash_attention_2" if flash else None
+    return "flash_attention_2" if flash else "eager" if capped else None
 
 
 def _turn_end_id(tokenizer: Any) -> int | None:

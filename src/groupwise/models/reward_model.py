@@ -24,7 +24,7 @@ from groupwise.errors import ModelError, RewardError
 from groupwise.memory import own_memory
 from groupwise.metrics import Mean, Metric
 from groupwise.models.folder import check_folder, is_folder_name, only_from_cache
-from groupwise.models.load import context_length, load_model_config, load_tokenizer, resolve_device
+from groupwise.models.load import context_length, embeds_all, load_model_config, load_tokenizer, resolve_device
 from groupwise.models.quiet import quiet
 
 __all__ = [
@@ -225,7 +225,7 @@ class RewardModel:
             self._model = load_classifier(self.settings)
             embedding: Any = self._model.get_input_embeddings()
             rows = embedding.weight.shape[0]
-            if len(self.tokenizer) > rows:
+            if not embeds_all(self.tokenizer, rows):
                 raise ModelError(
                     f"the tokenizer of the reward model {self.settings.name!r} knows {len(self.tokenizer)} tokens, but the model embeds "
                     f"only {rows}: use the tokenizer that belongs to it"

@@ -26,6 +26,7 @@ from groupwise.config.section import Section
 from groupwise.distributed import Sharding, World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
+from groupwise.engines.builtin.fast_paths import check_fast_paths, take
 from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import playing
 from groupwise.errors import ConfigError, ModelError
@@ -325,6 +326,8 @@ def make_parts(
 ) -> tuple[Scorer, Sharding, Engine]:
     """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
     what learns; the sampler works on the same memory either way."""
+    where = (policy.model.config, policy.model.dtype, resolve_device(config.model.device))
+    take(*where, world.on_rank0(lambda: check_fast_paths(*where)))
     in_order = episodes is not None and episodes.environments is not None  # each process scores what its environments played
     if own_optimizer and not is_adapted(policy.model):
         engine = playing(make_engine(policy, config.rollout), episodes)

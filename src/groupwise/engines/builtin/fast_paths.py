@@ -41,6 +41,7 @@ from groupwise.models import attention, logprobs, merging, ops, varlen_attention
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.devices import product_gives_fp32, wait_for
 from groupwise.models.embedded import cache_folder
+from groupwise.models.families import why_uncovered
 from groupwise.models.native import build, calls
 from groupwise.models.packing import pack_prompts
 
@@ -95,6 +96,7 @@ class FastPath:
         switch: takes it, or leaves it out, from now on; for the process.
         operations: names of ``_OPERATIONS`` that go through it.
         slack: it is left out where it takes so many times as long as the plain way.
+        unchecked: whether it is taken where nothing was compared, since no decoder computes the model, or it would not apply.
     """
 
     name: str
@@ -102,6 +104,7 @@ class FastPath:
     switch: Callable[[bool], None]
     operations: tuple[str, ...]
     slack: float = 1.25
+    unchecked: bool = True
 
 
 def fast_paths() -> tuple[FastPath, ...]:
@@ -127,6 +130,7 @@ def fast_paths() -> tuple[FastPath, ...]:
             lambda d: ops.norms_by_library(d.device, d.shape.norm_offset),
             ops.allow_library_norms,
             ("passes", "a decode step"),
+            unchecked=False,
         ),
         # The check's few rows are launches, of which the kernels save few; a micro-batch's are bytes, of which they move a third.
         FastPath(
@@ -135,8 +139,9 @@ def fast_paths() -> tuple[FastPath, ...]:
             ops.allow_kernels,
             ("passes", "passes with entropies"),
             2.0,
+            unchecked=False,
         ),
-        FastPath("flash attention", _takes_flash, attention.allow_flash, ("passes",)),
+        FastPath("flash attention", _takes_flash, attention.allow_flash, ("passes",), unchecked=False),
         # Not for speed: sampler and learner agree better.
         FastPath(
             "scores in fp32",
@@ -213,9 +218,9 @@ def take(config: Any, dtype: torch.dtype, device: torch.device, choices: list[Ch
 
 def _take(key: str, choices: list[Choice]) -> None:
     _known[key] = choices
-    by_name = {path.name: path for path in fast_paths()}
-    for choice in choices:
-        by_name[choice.path].switch(choice.taken)
+    taken = {choice.path: choice.taken for choice in choices}
+    for path in fast_paths():  # the others too: what this process checked, another one is only told
+        path.switch(taken.get(path.name, path.unchecked))
 
 
 _known: dict[str, list[Choice]] = {}
@@ -223,6 +228,8 @@ _known: dict[str, list[Choice]] = {}
 
 
 def _check(config: Any, dtype: torch.dtype, device: torch.device, key: str) -> list[Choice]:
+    if why_uncovered(config) is not None:
+        return []
     for path in fast_paths():
         path.switch(True)
     outline = _small(config, dtype, device, layers=0, vocabulary=8)  # the random numbers of a large shape take seconds
