@@ -97,6 +97,7 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
         (["evaluation.every=500"], "evaluation.every=500 has no effect here: the run has only 100 steps"),
         (["keep_checkpoints=5"], "output.keep_checkpoints=5 has no effect here"),
         (["kl.estimator=k1"], "algorithm.kl.estimator=k1 in the loss pulls nowhere"),
+        (["model.lora.rank=8", "warm_start.steps=2"], "algorithm.kl pulls towards the model without its adapter"),
         (["preset=ppo", "value.clip=0.5"], "algorithm.value.clip=0.5 has no effect here: with algorithm.updates_per_batch 1"),
         (
             ["rewards.normalise=std"],

@@ -2,6 +2,7 @@
 of them does not see is refused."""
 
 import json
+import shutil
 import threading
 
 import pytest
@@ -10,6 +11,8 @@ from groupwise.errors import CheckpointError
 from groupwise.training import start as start_module
 from groupwise.training.checkpoint_folder import seal
 from groupwise.training.loop import train
+from groupwise.training.resume import would_resume
+from groupwise.training.setup import prepare
 from tests.distributed.two_processes import HERE, launch_two
 
 
@@ -59,6 +62,14 @@ def test_a_batch_that_one_process_began_is_refused_before_weights_are_read(
     monkeypatch.setattr(start_module, "_load_parts", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CheckpointError, match="written between two updates of a batch, by one process, and 2 were started"):
         in_threads(2, lambda world: start_module.start(config, world, rewards=letters, resume_from=checkpoint, console=quiet))
+    prepared = prepare(config.model_copy(update={"training": config.training.model_copy(update={"steps": 5})}), letters)
+    for gone in ("final_model", "checkpoints/step-2", "checkpoints/step-3"):
+        shutil.rmtree(folder / gone, ignore_errors=True)
+    for gone in ("summary.json", "trained.json"):
+        (folder / gone).unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="and 2 were started: resume with one"):
+        would_resume(folder, prepared, accept=True, processes=2)
+    assert would_resume(folder, prepared, accept=True)[0][-1] == f"It would resume from {checkpoint}."
 
 
 @pytest.mark.parametrize("seen_by", [(0,), (1,), ()])

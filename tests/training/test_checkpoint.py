@@ -1,6 +1,7 @@
 """What is saved is what is needed: a run that resumes from a checkpoint is the run that was never stopped."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 
 from groupwise.errors import CheckpointError
 from groupwise.training.checkpoint import load_checkpoint, take_snapshot, write_snapshot
-from groupwise.training.checkpoint_folder import find_checkpoint, latest_checkpoint
+from groupwise.training.checkpoint_folder import find_checkpoint, last_good, latest_checkpoint, read_state
 from groupwise.training.loop import train
 from groupwise.training.start import start
 
@@ -105,6 +106,38 @@ def test_what_stands_around_the_objective_resumes_bit_for_bit_too(small_config, 
     assert metrics_of(resumed) == metrics_of(whole, first=1)
     one, other = final_weights(whole), final_weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_may_be_stopped_begins_from_another_s_checkpoint_until_it_has_its_own(small_config, letters, quiet, tmp_path):
+    """As a job does that its queue starts again: the same call each time."""
+    config = small_config(training={"steps": 3}, output={"checkpoint_every": 1, "keep_checkpoints": 3})
+    whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
+    checkpoint, folder = whole / "checkpoints" / "step-1", tmp_path / "run"
+
+    def call():
+        return train(config, rewards=letters, console=quiet, run_folder=folder, resume=True, resume_from=checkpoint)
+
+    call()
+    assert metrics_of(folder) == metrics_of(whole, first=1)
+    for gone in ("final_model", "checkpoints"):  # as where it was killed before its first checkpoint
+        shutil.rmtree(folder / gone)
+    for gone in ("summary.json", "trained.json"):
+        (folder / gone).unlink(missing_ok=True)
+    call()
+    assert metrics_of(folder) == metrics_of(whole, first=1)
+    one, other = final_weights(folder), final_weights(whole)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for gone in ("step-2", "step-3"):
+        assert (folder / "checkpoints" / gone).is_dir()
+
+
+def test_of_another_folder_s_checkpoint_no_resume_is_promised(small_config, letters, quiet, tmp_path):
+    checkpoint = save(tmp_path / "old", 1, begun(small_config(), letters, quiet, tmp_path / "a"), keep=1)
+    updates = int(read_state(checkpoint)["updates"])
+    said = last_good(tmp_path / "new", updates + 1, checkpoint)
+    assert said == f"the last good checkpoint is {checkpoint}: start from it in another folder, by train(resume_from=...) of Python"
+    assert last_good(tmp_path / "new", updates, checkpoint) is None
+    assert last_good(tmp_path / "new", updates + 1, tmp_path / "gone" / "step-1") is None
 
 
 def begun(config, letters, quiet, folder, steps=1):

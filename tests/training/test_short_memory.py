@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -304,6 +305,8 @@ def test_a_disk_that_holds_the_final_model_and_no_checkpoint_is_refused_before_t
     monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: model)
     shutil.rmtree(tmp_path / "run" / "final_model")
     assert "GiB are free" in short_memory.disk_note(config, tmp_path / "run"), "a checkpoint is there, and the final model fits"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "GiB are free" in short_memory.disk_note(config, Path("~/run"))
 
 
 def test_an_adapter_that_fits_where_its_merged_model_does_not_is_named(monkeypatch, tmp_path):

@@ -141,11 +141,12 @@ def _dry_run(
         check_named(folder.expanduser())
     if resume:  # what the run's own settings are compared with
         config = config.model_copy(update={"model": with_dtype(config.model)})
-    prepared = prepare(config, processes=max(num_processes, world_size()), folder=folder)
+    processes = max(num_processes, world_size())
+    prepared = prepare(config, processes=processes, folder=folder)
     findings = diagnose_prepared(prepared) if check else []
     prepared.rewards.close()
     resumed, steps_left = (
-        would_resume(folder.expanduser(), prepared, accept_changes) if folder is not None and resume else ([], True)
+        would_resume(folder.expanduser(), prepared, accept_changes, processes) if folder is not None and resume else ([], True)
     )
     begun = resume and folder is not None and folder.expanduser().is_dir()
     if as_json:

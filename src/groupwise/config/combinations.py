@@ -85,6 +85,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             yield _without_effect("algorithm.value.clip", algorithm.value.clip, unmoved)
     if algorithm.kl is not None and algorithm.kl.placement == "loss" and algorithm.kl.estimator == "k1":
         yield "algorithm.kl.estimator=k1 in the loss pulls nowhere: its gradient averages to 0, while k3 and k2 pull to the reference."
+    if algorithm.kl is not None and config.model.lora is not None and config.warm_start.steps:
+        yield (
+            "algorithm.kl pulls towards the model without its adapter, and so away from what warm_start teaches the adapter: set "
+            "algorithm.kl=null, or merge a warm-started adapter and train another on it."
+        )
     if config.training.steps == 0:
         yield "training.steps is 0: there is no GRPO step in this run, only evaluation and the warm start if it has steps."
 

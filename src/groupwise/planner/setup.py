@@ -36,9 +36,9 @@ def unknown_judges(config: Config, device: str) -> list[str]:
 
 def _beside(config: Config, device: str) -> Iterator[RewardModelConfig]:
     """Reward models that share the policy's device."""
-    policys = {"auto", config.model.device} | ({device} if config.model.device == "auto" else set())
+    here = {"auto", config.model.device} | ({device} if config.model.device == "auto" else set())
     for entry in config.rewards.functions:
-        if entry.model is not None and entry.model.device in policys:
+        if entry.model is not None and entry.model.device in here:
             yield entry.model
 
 

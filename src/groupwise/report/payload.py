@@ -303,8 +303,8 @@ def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
     """Stages, problems and verdicts of each mode, and the packed portions of texts (numbered through over all modes).
 
     Of several samples of a problem it is the first. ``verdicts[stage][problem]`` is ``r`` (right, or a success by the environment), ``l``
-    (right elsewhere only), ``w`` (wrong) or ``-`` (not asked, or not judged). A portion lists problems as ``{question, expected, said}`` with
-    ``said[stage]`` = ``[response, extracted, finish reason, tokens]`` or null.
+    (right elsewhere only), ``w`` (wrong) or ``-`` (not asked, or not judged). A portion lists problems as ``{question, expected, said}``
+    with ``said[stage]`` = ``[response, extracted, finish reason, tokens]`` or null.
     """
     tables: list[dict[str, Any]] = []
     portions: list[str] = []

@@ -191,12 +191,12 @@ def trained_in(folder: RunFolder, checkpoint: Path | None, config: Config) -> di
     return None
 
 
-def would_resume(path: Path, prepared: Prepared, accept: bool) -> tuple[list[str], bool]:
+def would_resume(path: Path, prepared: Prepared, accept: bool, processes: int = 1) -> tuple[list[str], bool]:
     """What resuming the run in ``path`` would do, a sentence each, and whether any step would be made; nothing is locked or written.
 
     Raises:
-        CheckpointError: as the resumed run would: settings have changed (unless ``accept``), every checkpoint is damaged, or there is
-            none to make more steps from.
+        CheckpointError: as the resumed run of so many ``processes`` would: settings have changed (unless ``accept``), every checkpoint is
+            damaged, several would share the updates of a batch, or there is none to make more steps from.
         ConfigError: the run is still going on, or ``path`` is a file or has something else in it.
     """
     said: list[str] = []
@@ -219,7 +219,8 @@ def would_resume(path: Path, prepared: Prepared, accept: bool) -> tuple[list[str
         raise cannot_continue(folder, ending.steps, config)
     if newest is None:
         return [*said, f"{path} holds no checkpoint yet: the run would start from the beginning."], True
-    check_drift(read_state(newest), prepared, said.append, accept)
+    refuse_to_share(state := read_state(newest), newest, processes)
+    check_drift(state, prepared, said.append, accept)
     return [*said, f"It would resume from {newest}."], True
 
 
@@ -255,7 +256,7 @@ def refuse_to_share(state: Mapping[str, Any], checkpoint: Path | None, processes
     if processes > 1 and state.get("parts", {}).get("window"):
         raise CheckpointError(
             f"the checkpoint {checkpoint} was written between two updates of a batch, by one process, and {processes} were started: "
-            "resume with one, or from an earlier checkpoint with --resume-from"
+            "resume with one, or start from an earlier checkpoint by train(resume_from=...) of Python"
         )
 
 

@@ -141,7 +141,7 @@ def disk_note(config: Config, folder: Path) -> str | None:
     Raises TrainingError where the final model alone is, and ``folder`` holds none yet, as that of a run which is resumed to be judged;
     and where there is no room for one checkpoint beside it, and ``folder`` holds none yet.
     """
-    setup = planned(config, resolve_device(config.model.device))
+    folder, setup = folder.expanduser(), planned(config, resolve_device(config.model.device))
     if setup is None:
         return None
     checkpoint, model = disk_bytes(setup)

@@ -115,11 +115,14 @@ class RunFolderResolver:
 
     def resolve(self, opened: list[RunFolder]) -> Beginning:
         """Find out what the run begins from; the folder itself, locked, goes into ``opened``."""
-        folder, checkpoint = None, self.checkpoint
+        folder, found, checkpoint = None, None, self.checkpoint
         if self.resumed:
             path = self.resumed.expanduser()
             try:
-                folder, checkpoint = continue_in(path, self.said.append)
+                folder, found = continue_in(path, self.said.append)
+                # Until it has a checkpoint of its own, such a run begins where it was told to.
+                begun = folder is not None and (ending_of(folder) is not None or folder.trained.exists())
+                checkpoint = found if found is not None or begun else self.checkpoint
             except OSError as error:
                 raise RunFolder.lost(path, error) from error
         elif folder_of(self.config, self.run_folder) is None and (note := unfinished_note(self.recipe)):
@@ -129,8 +132,9 @@ class RunFolderResolver:
         try:
             trained = trained_in(folder, checkpoint, self.config) if reopened else None
             state = trained or (read_state(checkpoint) if checkpoint else {})
+            own = reopened and (trained is not None or found is not None)
             refuse_to_share(state, checkpoint, self.processes)
-            check_drift(state, self.prepared, self.said.append, accept=self.accept_changes or not reopened)
+            check_drift(state, self.prepared, self.said.append, accept=self.accept_changes or not own)
             if reopened:
                 self.reopen(folder, state)
             if not folder.environment.is_file():  # killed right after its settings were written
@@ -142,7 +146,7 @@ class RunFolderResolver:
             folder.release()
             raise
         opened.append(folder)
-        evaluations = earlier_evaluations(state, folder, self.said.append) if reopened else []
+        evaluations = earlier_evaluations(state, folder, self.said.append) if own else []
         return Beginning(
             folder.path, None if trained else checkpoint, evaluations, int(state.get("step", 0)), trained is not None
         )
