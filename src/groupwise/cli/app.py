@@ -26,7 +26,7 @@ HELP = """Train language models with GRPO: sample a group of answers, score them
 Start here:
   groupwise recipes                          what is ready to run
   groupwise train quickstart --dry-run       check everything, load no weights
-  groupwise train quickstart                 a real run: six minutes on two CPU cores
+  groupwise train quickstart                 a real run: five minutes on two CPU cores
   groupwise generate runs/NAME/final_model   talk to what came out
 
 Any setting can be changed on the way, as in: groupwise train quickstart training.steps=10. `groupwise config` explains them all.
