@@ -131,11 +131,25 @@ def test_a_run_that_may_be_stopped_begins_from_another_s_checkpoint_until_it_has
         assert (folder / "checkpoints" / gone).is_dir()
 
 
+def test_a_checkpoint_of_changed_settings_takes_the_place_of_the_earlier_run_s(small_config, letters, quiet, tmp_path):
+    """Else a run that is stopped in its first step after --accept-changes could not be resumed with the settings it has."""
+    run = begun(small_config(), letters, quiet, tmp_path / "a")
+    files = []
+    for rate in (1e-5, 1e-5, 2e-5):
+        made = take_snapshot(1, run.policy, run.learner, about={"config": {"rate": rate}})
+        written = write_snapshot(tmp_path / "kept", made, keep=1)
+        assert read_state(written)["config"] == {"rate": rate}
+        files.append((written / "state.json").stat().st_ino)
+    assert files[0] == files[1] != files[2]
+
+
 def test_of_another_folder_s_checkpoint_no_resume_is_promised(small_config, letters, quiet, tmp_path):
     checkpoint = save(tmp_path / "old", 1, begun(small_config(), letters, quiet, tmp_path / "a"), keep=1)
     updates = int(read_state(checkpoint)["updates"])
     said = last_good(tmp_path / "new", updates + 1, checkpoint)
-    assert said == f"the last good checkpoint is {checkpoint}: start from it in another folder, by train(resume_from=...) of Python"
+    assert (
+        said == f"the last good checkpoint is {checkpoint}: start from it in another folder, by train(resume_from=...) of Python"
+    )
     assert last_good(tmp_path / "new", updates, checkpoint) is None
     assert last_good(tmp_path / "new", updates + 1, tmp_path / "gone" / "step-1") is None
 
