@@ -60,10 +60,10 @@ def train(
         rewards: your own reward functions and `RewardModel`s, beside those of the config: by name, in a list, or one alone.
         console: where progress is shown; by default standard output, or one output of the notebook's cell. ``Console(quiet=True)``
             shows nothing.
-        resume_from: a checkpoint, or another run's folder, to resume from its newest one; with the same config the result is the
-            one that the run would have had. The new run has a folder of its own.
-        resume: go on in ``run_folder`` itself, from its newest sound checkpoint; from the beginning where there is none yet. A run
-            that is finished is left as it is, and what it came to is returned.
+        resume_from: a checkpoint, or another run's folder, to start a new run from its newest one; with the same config the result is
+            the one that the run would have had. Settings that have changed are said, and taken.
+        resume: go on in ``run_folder`` itself, from its newest sound checkpoint; where there is none yet, from ``resume_from`` or the
+            beginning. A run that is finished is left as it is, and what it came to is returned.
         accept_changes: go on although settings or data that change the result are no longer those of the checkpoint.
         check: look at settings and rewards first, and refuse what cannot learn.
 

@@ -24,6 +24,7 @@ from transformers.integrations import TensorBoardCallback
 
 from groupwise.algorithm import Objective
 from groupwise.algorithm.advantages import maxrl_advantage
+from groupwise.engines.builtin import fast_paths
 from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import CompletionLog, summary_in
@@ -60,6 +61,16 @@ def test_a_run_logs_what_trl_logs_and_its_model_loads_anywhere(tiny_folder, chat
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert all(torch.equal(p, weights(trainer)[name]) for name, p in again.named_parameters())
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
+
+
+def test_fast_paths_are_compared_before_a_script_s_model_learns(tiny_folder, prompts, letters, settings, caplog, monkeypatch):
+    monkeypatch.setattr(fast_paths, "_known", {})
+    found = [fast_paths.Choice("a path", False, False, "it failed", ())]
+    monkeypatch.setattr(fast_paths, "_check", lambda *_: found)
+    monkeypatch.setattr(fast_paths, "_kept", lambda key: None)
+    GRPOTrainer(str(tiny_folder), letters, settings(), prompts)
+    assert [*fast_paths._known.values()] == [found]
+    assert "a path: left out on this machine, since it failed" in caplog.text
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -379,6 +379,12 @@ def test_rewards_around_zero_are_refused_where_their_mean_divides(rewards: dict[
         build_config({"algorithm": {"preset": "maxrl"}, "rewards": rewards})
     build_config({"algorithm": {"preset": "maxrl"}, "rewards": {"normalise": "std"}})
     build_config({"rewards": rewards})
+    build_config({"algorithm": {"preset": "maxrl"}, "rewards": {**rewards, "clip": [0, 5]}})
+
+
+def test_a_reward_that_is_logged_alone_may_be_around_zero() -> None:
+    functions = ["correctness", {"function": "length", "normalise": "mean_std", "weight": 0}]
+    build_config({"algorithm": {"preset": "maxrl"}, "rewards": {"functions": functions}})
 
 
 def test_a_correction_that_nobody_asked_for_is_not_written_where_it_would_do_nothing() -> None:

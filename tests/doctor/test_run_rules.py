@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from groupwise.cli import app
 from groupwise.doctor import RULES, diagnose_run
-from groupwise.tracking.reading import read_run
+from groupwise.doctor.rewarding import disagreeing_verdicts
+from groupwise.tracking.reading import EvaluationRecords, read_run
 from groupwise.types import ToolCall
 
 from .miniature_runs import Story, Written, answered, healthy_text, write_run
@@ -348,6 +349,15 @@ def test_an_environment_that_gives_the_same_throughout_is_not_solved(tmp_path):
         found = findings_of(tmp_path / str(reward), stuck(reward))["no-variance"]
         assert f"at a mean reward of {reward:.3g}; " in found.summary
         assert "nan" not in json.dumps(found.to_json()).lower()
+
+
+def test_answers_that_nobody_could_compare_are_no_right_ones_out_of_place(tmp_path):
+    """math-verify gave no verdict on what stands outside the place asked for: that is known of neither."""
+    run = read_run(write_run(tmp_path / "run", Story()))
+    kinds = [(True, True)] * 10 + [(False, None)] * 15 + [(False, False)] * 15
+    records = tuple({"problem": str(i), "strict": strict, "lenient": lenient} for i, (strict, lenient) in enumerate(kinds))
+    run = replace(run, completions=(), evaluations=(EvaluationRecords("final", "greedy", records),))
+    assert disagreeing_verdicts(run) is None
 
 
 def test_a_game_that_is_cut_by_its_turns_is_no_answer_that_goes_on(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
@@ -91,6 +92,8 @@ def tiny_nemotron_h() -> Callable[[], Any]:
 @pytest.fixture
 def tiny_falcon_h1() -> Callable[[], Any]:
     """Layers that have attention and a recurrent state both."""
+    if transformers.__version__.startswith("4."):
+        pytest.skip("it gives no cache there unless it gets one")
     FalconH1Config = pytest.importorskip("transformers.models.falcon_h1").FalconH1Config
 
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}

@@ -14,14 +14,27 @@ from groupwise.engines import SamplingSettings, check_engine, make_engine
 from groupwise.engines.base import COLDEST, Engine
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
-from groupwise.errors import ConfigError, TrainingError
+from groupwise.errors import ConfigError, ModelError, TrainingError
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import Policy
-from groupwise.types import Completion
+from groupwise.types import Completion, Problem, Prompt
 
 
 def policy_of(model):
     return Policy(model, tokenizer=None, end_token_ids=(2, 5), context_length=256, name="some/model")
+
+
+@pytest.mark.parametrize("name", ["builtin", "transformers"])
+def test_a_token_without_a_row_is_refused_before_it_is_looked_up(name, tiny_llama):
+    """On a GPU it would end the process."""
+    engine = make_engine(policy_of(tiny_llama()), RolloutConfig(engine=name))
+    prompts = [Prompt(Problem("p", "?", "1"), "?", ids) for ids in ((5, 127), (5, 128))]
+    for ask in (
+        lambda: engine.sample(prompts, 2, SamplingSettings(max_tokens=4), seed=0, scope="s"),
+        lambda: engine.stream(prompts[1], SamplingSettings(max_tokens=4), seed=0, on_text=print),
+    ):
+        with pytest.raises(ModelError, match="problem 'p' has the token 128, but the model embeds 128 alone"):
+            ask()
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,12 @@ def test_of_an_environment_that_gives_no_reward_one_failure_of_three_is_a_third(
     assert "reward" not in counted
 
 
+def test_a_run_s_figures_are_there_where_no_answer_out_of_its_place_could_be_compared():
+    asked = [{**record, "strict": False, "lenient": None, "unchecked": "x"} for record in records(episode(), episode())]
+    found = evaluation_of(asked, stage="final", mode="greedy", conditions=ASKED)
+    assert found.lenient_accuracy == found.strict_accuracy == 0.0
+
+
 def test_models_are_compared_by_success_where_an_environment_judges():
     before = evaluation_of(records(*[episode(reward=0.0)] * 6), stage="eval", mode="greedy", conditions=ASKED)
     after = evaluation_of(records(*[episode(reward=1.0)] * 6), stage="eval", mode="greedy", conditions=ASKED)

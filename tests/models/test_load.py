@@ -176,7 +176,7 @@ def test_flash_attention_that_is_not_installed_is_refused(monkeypatch: pytest.Mo
 def test_flash_attention_4_is_not_taken_for_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are the package ``flash_attn``; transformers knows by which distribution it came."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert load._attention(ModelConfig(dtype="bfloat16"), torch.device("cuda"), LlamaConfig()) is None
+    assert load.attention_for(ModelConfig(dtype="bfloat16"), torch.device("cuda"), LlamaConfig()) is None
     with pytest.raises(ModelError, match="flash-attn"):
         check_model(ModelConfig(attention="flash_attention_2"))
 
@@ -211,6 +211,12 @@ def test_a_placeholder_for_images_needs_no_row_of_a_text_model(qwen_folder: Path
     rows = len(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
     assert embeds_all(tokenizer, rows)
+    template, ends = tokenizer.chat_template, tokenizer.eos_token
+    tokenizer.chat_template = "{% for m in messages %}<image_soft_token>{{ m['content'] }}{% endfor %}"
+    assert not embeds_all(tokenizer, rows), "the template would put it into every prompt"
+    tokenizer.chat_template, tokenizer.eos_token = template, "<image_soft_token>"
+    assert not embeds_all(tokenizer, rows), "no answer could end"
+    tokenizer.eos_token = ends
     tokenizer.add_tokens(["grundlos"])
     assert not embeds_all(tokenizer, rows), "an ordinary word's token may come from any text"
 
@@ -319,7 +325,7 @@ def test_the_cap_on_attention_of_gemma_2_is_computed(tmp_path: Path, qwen_folder
     other = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert (other(ids).logits - slow(ids).logits).abs().max() > 1e-3, "the test can tell"
     with pytest.raises(ModelError, match=r"model\.attention is sdpa, which leaves out the cap"):
-        load_policy(ModelConfig(name=str(tmp_path), device="cpu", dtype="float32", attention="sdpa"))
+        check_model(ModelConfig(name=str(tmp_path), device="cpu", dtype="float32", attention="sdpa"))
 
 
 # --- saving ----------------------------------------------------------------------------------------------------------------

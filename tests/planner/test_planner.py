@@ -303,7 +303,8 @@ def test_reward_models_take_their_weights_beside_the_policy(tmp_path):
     assert planned({}) == (2 * weights, planned({})[1])
     assert planned({"dtype": "float32"}, {})[0] == 6 * weights
     assert planned({"device": "cuda:1"})[0] == 0
-    assert planned({"device": "cuda"})[0] == 2 * weights, "the device that auto takes, by its name"
+    for name in ("cuda", "cuda:0"):
+        assert planned({"device": name})[0] == 2 * weights, "the device that auto takes, by its name"
     assert "reward models: their weights alone; neither" in planned({})[1]
     assert "reward models" not in planned()[1]
     taken, said = planned({"name": str(tmp_path / "nowhere")})
@@ -580,6 +581,8 @@ def test_what_lies_outside_the_gpu_counts_a_critic_an_average_and_masters_of_fp3
     assert memory.host_bytes(fp32) >= 16 * shape.parameters
     inside = fp32.changed(optimizer__offload=False)
     assert memory.disk_bytes(fp32)[0] - memory.disk_bytes(inside)[0] == 4 * shape.parameters
+    two = [setup_of(shape, "cuda", model={"dtype": "float32"}, algorithm=one, **offload) for one in (own, shared)]
+    assert memory.host_bytes(two[0]) - memory.host_bytes(two[1]) == 16 * shape.parameters
 
 
 def test_logits_that_a_head_caps_are_planned_whole():
@@ -593,5 +596,11 @@ def test_logits_that_a_head_caps_are_planned_whole():
     batch = setup_of(capped).largest
     assert found[0] >= capped.vocabulary * (2 * batch.padded + 16 * batch.tokens)
     assert found[1] < found[0] / 4
+    made = setup_of(plain, model={"attention": "eager"})
+    assert found[1] == memory.logits(made, made.largest, learnt=True).bytes
+    scores = plain.layers * batch.padded * plain.heads * batch.longest * (2 * made.weight_bytes + 4)
+    assert kept_bytes(made, batch) - kept_bytes(setup_of(plain), batch) == scores
+    eager = shape_of_config({**sizes, "attn_logit_softcapping": 50.0}, "m")
+    assert kept_bytes(setup_of(eager), batch) == kept_bytes(made, batch)
     assert not shape_of_config({**sizes, "model_type": "cohere", "logit_scale": 0.0625}, "m").plain_head
     assert shape_of_config({**sizes, "model_type": "granite", "logits_scaling": 1.0}, "m").plain_head

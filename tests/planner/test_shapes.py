@@ -101,6 +101,15 @@ def test_a_published_config_that_leaves_out_its_type_s_defaults_can_be_planned()
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert shape.parameters == pytest.approx(weights, rel=1e-3)
+    assert shape.context == config.max_position_embeddings
+
+
+def test_of_longrope_the_plan_has_the_positions_that_a_run_has():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 131072, "pad_token_id": 0}
+    for where in ({"rope_parameters": rope, "original_max_position_embeddings": 4096}, {}):
+        config = AutoConfig.for_model("phi3", **sizes, **where)
+        assert shape_of_config(config.to_dict(), "m").context == context_length(config) == (4096 if where else 131072)
 
 
 @pytest.mark.parametrize("family", ["phi3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "cohere2"])

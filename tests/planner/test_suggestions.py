@@ -205,8 +205,11 @@ def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkey
         ["algorithm.kl.reference_every=50"],
         ["algorithm.preset=ppo", "algorithm.kl=null", "algorithm.value.critic=copy", "algorithm.value.critic_learning_rate=5e-6"],
         ["model.dtype=float16"],
+        ["optimizer.offload=true"],
+        ["training.offload_reference=true"],
+        ["rollout.engine=vllm", "rollout.vllm.gpu_memory_share=0.4"],
     ],
-    ids=["outer", "renewed", "critic", "float16"],
+    ids=["outer", "renewed", "critic", "float16", "offload", "parked", "vllm"],
 )
 def test_nothing_is_suggested_that_the_settings_refuse(overrides):
     made = make_plan(load_config("polaris-3b", overrides), HARDWARE["rtx-4090"])

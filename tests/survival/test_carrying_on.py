@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from groupwise.config.algorithm import CorrectionConfig
 from groupwise.errors import CheckpointError, ConfigError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_stage
 from groupwise.tracking import RunFolder
@@ -268,6 +269,14 @@ def test_a_setting_that_came_since_had_its_default(small_config):
     assert drift({"config": written, "data": "f"}, same) == ([], [])
     other = SimpleNamespace(config=small_config(**EVERY, rollout={"ahead": 1}), problems=problems)
     assert drift({"config": written, "data": "f"}, other) == (["rollout.ahead: 0 -> 1"], [])
+
+
+def test_a_correction_that_an_earlier_version_wrote_and_nothing_used_is_no_change(small_config):
+    config = small_config(rollout={"engine": "vllm", "ahead": 1}, algorithm={"stale_samples": "behaviour"})
+    written = config.model_dump(mode="json")
+    written["algorithm"]["correction"] = CorrectionConfig().model_dump(mode="json")
+    prepared = SimpleNamespace(config=config, problems=SimpleNamespace(fingerprint="f"))
+    assert drift({"config": written, "data": "f"}, prepared) == ([], [])
 
 
 @pytest.mark.parametrize(("warmup", "harmful"), [(0, False), (2, False), (0.5, True)])

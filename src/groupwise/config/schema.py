@@ -504,11 +504,13 @@ class Config(Section):
                 f"model.dtype is float16, whose loss is scaled, but algorithm.advantage.type is {self.algorithm.advantage.type}, with a "
                 "learned value, whose loss is not: use bfloat16"
             )
-        centred = "mean_std" in (self.rewards.normalise, *(function.normalise for function in self.rewards.functions))
-        if self.algorithm.advantage.type == "maxrl" and centred:
+        shaped: list[RewardsConfig | RewardFunctionConfig] = [self.rewards, *(one for one in self.rewards.functions if one.weight)]
+        from_0 = self.rewards.clip is not None and self.rewards.clip[0] >= 0
+        centred = any(one.normalise == "mean_std" and (one.clip is None or one.clip[0] < 0) for one in shaped)
+        if self.algorithm.advantage.type == "maxrl" and centred and not from_0:
             raise ValueError(
                 "rewards are normalised by mean_std, which makes the lower ones negative, but algorithm.advantage.type is maxrl, which "
-                "divides by their mean: normalise by std, or leave it out"
+                "divides by their mean: normalise by std, or clip them from 0 on"
             )
         return self
 

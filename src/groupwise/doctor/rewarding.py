@@ -198,7 +198,8 @@ def disagreeing_verdicts(run: RunRecord) -> Evidence | None:
     share = len(lost) / len(judged) if len(judged) >= 32 else 0.0
     for evaluation in run.evaluations[-2:]:
         if evaluation.stage not in ("base", "warm_start") and len(evaluation.records) >= 20:
-            share = max(share, evaluation.share("lenient") - evaluation.share("strict"))
+            known = [record for record in evaluation.records if record["lenient"] is not None]
+            share = max(share, sum(record["lenient"] and not record["strict"] for record in known) / max(1, len(known)))
     if share < 0.1 or paid_as_right(run, lost):
         return None
     steps = (late[0].step, late[-1].step) if late else None

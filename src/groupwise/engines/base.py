@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from groupwise.errors import ConfigError, TrainingError
+from groupwise.errors import ConfigError, ModelError, TrainingError
 from groupwise.metrics import Metric
 from groupwise.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from groupwise.engines.wrappers import RowLimit
 
-__all__ = ["COLDEST", "Engine", "Progress", "SampleRequest", "SamplingSettings", "Watch"]
+__all__ = ["COLDEST", "Engine", "Progress", "SampleRequest", "SamplingSettings", "Watch", "refuse_unknown"]
 
 
 COLDEST = 1e-6
@@ -88,6 +88,16 @@ class SampleRequest:
     def limit_of(self, index: int) -> int:
         """The longest completion of a prompt, by its place."""
         return self.limits[index] if self.limits else self.settings.max_tokens
+
+
+def refuse_unknown(prompts: Sequence[Prompt], rows: int) -> None:
+    """Raise ModelError where a prompt has a token that an embedding of so many ``rows`` lacks: on a GPU that would be the process's end."""
+    for prompt in prompts:
+        if (largest := max(prompt.token_ids, default=0)) >= rows:
+            raise ModelError(
+                f"the prompt of problem {prompt.problem.id!r} has the token {largest}, but the model embeds {rows} alone: it is a mark "
+                "of models of another kind, such as the placeholder of an image; take it out of the text"
+            )
 
 
 class Engine(ABC):

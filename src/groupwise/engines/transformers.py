@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, refuse_unknown
 from groupwise.engines.builtin.draw import Draw, key_further, seed_key
 from groupwise.engines.wrappers import RowLimit
 from groupwise.errors import ModelError
@@ -117,6 +117,7 @@ class TransformersEngine(Engine):
     def _decode(self, sequences: list[_Sequence], settings: SamplingSettings) -> Iterator[None]:
         """Sample until every sequence has ended, yielding after each token."""
         device = input_device(self.model)
+        refuse_unknown([s.prompt for s in sequences], self.model.get_input_embeddings().weight.shape[0])
         training = self.model.training
         self.model.eval()  # gradient checkpointing, which takes the cache away, acts in training mode alone
         try:

@@ -107,7 +107,7 @@ def of_episodes(records: Sequence[Record]) -> dict[str, float]:
 
     ``turns`` of the policy; ``calls``; ``invalid_calls`` that could not be made and ``failed_calls`` in which the tool did wrong, as
     shares of the calls (absent without any); ``sampled_tokens`` and ``given_tokens``, which add up to a completion's length;
-    ``reward`` of the environment, and ``environment_failed``, the share of episodes without one, where there is an environment.
+    ``reward`` of the environment, and ``environment_failed``, the share of episodes in which it failed, where there is an environment.
     """
     calls = [call for record in records for turn in record["turns"] for call in turn["calls"]]
     tokens = [(turn["tokens"], turn["role"] == "assistant") for record in records for turn in record["turns"]]

@@ -168,14 +168,15 @@ def evaluation_of(
             len(records),
             stage.replace("_", " "),
         )
+    lenient = counted.get("lenient", counted["strict"])  # where every answer out of its place went unchecked
     return Evaluation(
         stage=stage,
         mode=mode,
         n=counted["n"],
         strict_accuracy=counted["strict"][0],
         strict_interval=(counted["strict"][1], counted["strict"][2]),
-        lenient_accuracy=counted["lenient"][0],
-        lenient_interval=(counted["lenient"][1], counted["lenient"][2]),
+        lenient_accuracy=lenient[0],
+        lenient_interval=(lenient[1], lenient[2]),
         format_rate=counted["format_rate"],
         stop_rate=counted["stop_rate"],
         mean_tokens=counted["mean_tokens"],

@@ -52,6 +52,8 @@ from groupwise.models.saving import Made, sync, sync_tree, write_tensors
 
 __all__ = [
     "Policy",
+    "attention_for",
+    "caps_attention",
     "check_adapter",
     "check_model",
     "context_length",
@@ -111,6 +113,7 @@ def check_model(config: ModelConfig) -> None:
     if is_folder_name(config.name):
         check_folder(Path(config.name).expanduser())
     hf_config = load_model_config(config)
+    attention_for(config, resolve_device(config.device), hf_config)
     remote_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
     if not remote_code and hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
@@ -174,7 +177,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None, s
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
     with blocks_of_their_own():  # what quantising needs in passing goes back at once
-        model = multiply_dequantised(_load_weights(config, _attention(config, target, hf_config), target))
+        model = multiply_dequantised(_load_weights(config, attention_for(config, target, hf_config), target))
     if config.device_map is None and target.type == "cpu":  # what a map leaves on the disk stays there; a GPU's copy is read once
         own_memory([*model.parameters(), *model.buffers()])
     if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs
@@ -387,12 +390,18 @@ def _load_weights(config: ModelConfig, attention: str | None, device: torch.devi
 
 
 def embeds_all(tokenizer: Any, rows: int) -> bool:
-    """Whether an embedding of so many rows has one for every token that text is made of. A special one above it, such as Gemma 3's
-    placeholder for an image, belongs to models of another kind, and no text gives it."""
+    """Whether an embedding of so many rows has one for every token that prompts and answers are made of. A special one above it that
+    neither begins nor ends anything, nor stands in the chat template, belongs to models of another kind: Gemma 3's placeholder for an
+    image. Where a prompt has it all the same, engines refuse that."""
     if len(tokenizer) <= rows:
         return True
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return all(index < rows or index in special for index in tokenizer.get_vocab().values())
+    template, needed = str(tokenizer.chat_template or ""), {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    spare = {
+        index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and index not in needed and token.content not in template
+    }
+    return all(index < rows or index in spare for index in tokenizer.get_vocab().values())
 
 
 def _check_vocabulary(config: ModelConfig, tokenizer: Any, model: PreTrainedModel) -> None:
@@ -413,10 +422,13 @@ def _check_attention(config: ModelConfig) -> None:
         )
 
 
-def _attention(config: ModelConfig, device: torch.device, hf_config: PretrainedConfig) -> str | None:
+def attention_for(config: ModelConfig, device: torch.device, hf_config: PretrainedConfig) -> str | None:
     """What to ask transformers for; None is its own choice: sdpa wherever the architecture has it, else eager. Its sdpa leaves out the cap
-    that Gemma 2 puts on attention's scores, without a word."""
-    capped = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None) is not None
+    that Gemma 2 puts on attention's scores, without a word.
+
+    Raises ModelError where that is asked for.
+    """
+    capped = caps_attention(hf_config)
     if config.attention == "sdpa" and capped:
         raise ModelError(
             f"model.attention is sdpa, which leaves out the cap on the attention scores of {config.name!r}: use auto, which takes eager"
@@ -425,6 +437,11 @@ def _attention(config: ModelConfig, device: torch.device, hf_config: PretrainedC
         return config.attention
     flash = device.type == "cuda" and config.dtype != "float32" and is_flash_attn_2_available()  # flash-attn 4 has the same name
     return "flash_attention_2" if flash else "eager" if capped else None
+
+
+def caps_attention(hf_config: PretrainedConfig) -> bool:
+    """Whether attention's scores go through a cap, as in Gemma 2."""
+    return getattr(hf_config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def _turn_end_id(tokenizer: Any) -> int | None:

@@ -24,7 +24,7 @@ from groupwise.errors import ModelError, RewardError
 from groupwise.memory import own_memory
 from groupwise.metrics import Mean, Metric
 from groupwise.models.folder import check_folder, is_folder_name, only_from_cache
-from groupwise.models.load import context_length, embeds_all, load_model_config, load_tokenizer, resolve_device
+from groupwise.models.load import caps_attention, context_length, embeds_all, load_model_config, load_tokenizer, resolve_device
 from groupwise.models.quiet import quiet
 
 __all__ = [
@@ -95,6 +95,7 @@ def load_classifier(config: RewardModelConfig) -> PreTrainedModel:
                 loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                     _source(config),
                     dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
+                    **({"attn_implementation": "eager"} if caps_attention(load_model_config(_as_model(config))) else {}),
                     output_loading_info=True,
                     **_origin(config),
                 )

@@ -52,7 +52,8 @@ def kept_formula(setup: Setup) -> str:
         return "L R D s + one layer computed again"
     if not setup.packed:
         adapted = " + 4 (5D + HE + F) fp32 copies for the adapter" if setup.adapted else ""
-        return f"L N (8D + s (2HE + 2KE + 3F){adapted}), N padded tokens"
+        scores = " + H (2s + 4) of each position before" if _scores(setup, 1) else ""
+        return f"L N (8D + s (2HE + 2KE + 3F){adapted}{scores}), N padded tokens"
     if setup.device == "cpu":
         return "L R (s (2D + (H+2K)E + HE + 2F) + H (s + 4))"
     return "L R s (4D + (H+2K)E + HE + 3F)"
@@ -70,7 +71,7 @@ def kept_bytes(setup: Setup, batch: MicroBatchSize) -> int:
 
 def _layer_kept(setup: Setup, batch: MicroBatchSize) -> int:
     if not setup.packed:
-        return batch.padded * _module_row(setup)
+        return batch.padded * (_module_row(setup) + _scores(setup, batch.longest))
     shape, s = setup.shape, setup.weight_bytes
     raw = (shape.qkv if shape.head_norm else 0) + (shape.layer_norms - 2) * shape.width
     if setup.device == "cpu":  # models/layer.py, Kept and the input
@@ -93,6 +94,12 @@ def _library_block(setup: Setup, batch: MicroBatchSize) -> int:
                 width = prefix + end
                 most = max(most, min(sequences, max(1, ATTENTION_SCORES // ((end - offset) * width))) * width)
     return 6 * setup.weight_bytes * setup.shape.attended * most
+
+
+def _scores(setup: Setup, length: int) -> int:
+    """One padded token's scores in one layer, where all of them are in memory: capped, by softmax in fp32, and as the weights are."""
+    eager = setup.shape.capped_attention or setup.config.model.attention == "eager"
+    return setup.shape.heads * length * (2 * setup.weight_bytes + 4) if eager else 0
 
 
 def _module_row(setup: Setup) -> int:
@@ -283,9 +290,10 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
     kept = {"master weights", "moments", "reference average", "critic's weights", "critic's optimiser"}
     kept |= {"reference"} if "reference average" not in {item.name for item in state(near)} else set()
     whole = setup.weight_bytes * setup.shape.parameters
-    own = (
-        4 * setup.trained if setup.offloaded and setup.in_fp32 else 0
-    )  # masters outside the GPU, of weights that need none on it
+    learning = [setup, *filter(None, [critic_of(setup)])]
+    own = sum(
+        4 * one.trained for one in learning if one.offloaded and one.in_fp32
+    )  # masters of weights that need none on the GPU
     checkpoint = (adapter or whole) + own + sum(item.bytes for item in state(near) if item.name in kept)
     return checkpoint, adapter + (0 if setup.adapted and setup.config.output.adapter_only else whole)
 
@@ -324,6 +332,7 @@ def host_bytes(setup: Setup) -> int:
     found = {i.name: i.bytes for i in parts if i.name in kept}
     if setup.offloaded and setup.in_fp32:  # on the GPU the weights are their own masters
         found["master weights"] = 4 * setup.trained
+        found["critic's masters"] = 0 if (critic := critic_of(setup)) is None else 4 * critic.trained
     if setup.device == "cuda" and not setup.adapted:
         for name, size in (("master weights", 4), ("reference", setup.weight_bytes)):
             found[name] = int(found.get(name, 0) * _pinned_share(setup.shape, size))
@@ -429,11 +438,12 @@ def _by_module(setup: Setup, rows: int) -> list[Item]:
     shape, s = setup.shape, setup.weight_bytes
     cache = rows * (setup.prompt + setup.completion) * shape.cached(s)
     dense = (s + 4) * shape.width * shape.feed_forward if setup.quantised != "none" else 0
+    prefill = prefill_bytes(setup, rows * setup.prompt) + rows * setup.prompt * _scores(setup, setup.prompt)
     return [
         *gathered_for_sampling(setup),
         Item("KV cache", cache + cache // shape.layers, "2 (L + 1) K E s rows (prompt + completion)"),
         _logits(setup, rows),
-        Item("prefill", prefill_bytes(setup, rows * setup.prompt), "one layer over the prompts of all rows"),
+        Item("prefill", prefill, "one layer over the prompts of all rows"),
         Item("one matrix dequantised", dense, "(s + 4) F D"),
     ]
 

@@ -36,9 +36,10 @@ def unknown_judges(config: Config, device: str) -> list[str]:
 
 def _beside(config: Config, device: str) -> Iterator[RewardModelConfig]:
     """Reward models that share the policy's device."""
-    here = {"auto", config.model.device} | ({device} if config.model.device == "auto" else set())
+    named = config.model.device.removesuffix(":0")
+    here = {"auto", device if named == "auto" else named}
     for entry in config.rewards.functions:
-        if entry.model is not None and entry.model.device in here:
+        if entry.model is not None and entry.model.device.removesuffix(":0") in here:
             yield entry.model
 
 
@@ -86,8 +87,12 @@ class MicroBatchSize:
     @property
     def padded(self) -> int:
         """Inputs where every completion is computed with a prompt of its own (``models/module_scorer.py``)."""
-        longest = max(prompt for prompt, _ in self.groups)
-        return sum(count for _, count in self.groups) * (longest + self.completion - 1)
+        return sum(count for _, count in self.groups) * self.longest
+
+    @property
+    def longest(self) -> int:
+        """Inputs of the longest sequence."""
+        return max(prompt for prompt, _ in self.groups) + self.completion - 1
 
 
 @lru_cache(maxsize=256)

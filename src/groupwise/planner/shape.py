@@ -55,6 +55,8 @@ class ModelShape:
     """Positions of the model, prompt and completion together."""
     file_dtype: str = "bfloat16"
     """Numbers of its files, as its config says."""
+    capped_attention: bool = False
+    """Whether attention's scores go through a cap, which the library computes with all of them in memory."""
     plain_head: bool = True
     """Whether logits are the head's product, and not scaled or capped: else the model's module computes them whole."""
 
@@ -124,10 +126,16 @@ class ModelShape:
 
 
 _ENDS = ("embed_tokens", "lm_head")
-_OF_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""By what Gemma 2, Granite and Cohere cap or scale logits."""
+_OF_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""By what Gemma 2, Granite, Cohere and Falcon-H1 cap or scale logits."""
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208}
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
 }
 """What published configs leave to the defaults of their type."""
 _TIED = ("gemma", "gemma2", "smollm3", "cohere", "cohere2", "ernie4_5")
@@ -213,6 +221,16 @@ def _from_hub(config: ModelConfig) -> Path:
         ) from error
 
 
+def _context(text: Mapping[str, Any]) -> object:
+    """Positions that a config names, as ``models.load.context_length`` takes them: of LongRoPE those of its short factors."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "longrope":
+        short = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        if isinstance(short, int):
+            return short
+    return text.get("max_position_embeddings")
+
+
 def shape_of_config(values: Any, name: str) -> ModelShape:
     """The shape that a config.json describes; one level down for models that wrap a text model.
 
@@ -231,7 +249,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
     family = FAMILIES.get(architecture)
     tied = architecture in _TIED if family is None else family.tied
     outer = str(values.get("model_type") or architecture)  # a wrapped text model is loaded with what wraps it
-    context = text.get("max_position_embeddings")
+    context = _context(text)
     try:
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
         return ModelShape(
@@ -250,6 +268,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             uncovered=why_uncovered({**text, "model_type": outer}),
             windows=() if family is None or not any(windows := family.windows(text)) else windows,
             context=context if isinstance(context, int) and 0 < context < 10**9 else _UNNAMED_CONTEXT,
+            capped_attention=text.get("attn_logit_softcapping") is not None,
             plain_head=all(text.get(key) in (None, 1, 1.0) for key in _OF_THE_HEAD),
             file_dtype=next((str(v[key]) for v in (text, values) for key in ("dtype", "torch_dtype") if v.get(key)), "float32"),
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from groupwise.config.schema import LoraConfig
+from groupwise.config.load import build_config, changed_settings
+from groupwise.config.schema import Config, LoraConfig
+from groupwise.errors import ConfigError
 from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import Hardware
 from groupwise.planner.memory import host_bytes, peak_bytes, phases
@@ -74,10 +77,21 @@ def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list
             if not refused(setup.changed(**changes))
         ]
         tried += _on_more_devices(setup, hardware, aim, [t.settings for t in tried if t.fits and t.rank == 0])
+        tried = [t for t in tried if _accepted(setup.config, t.settings)]
         fitting = sorted((t for t in tried if t.fits), key=lambda t: (t.rank, len(t.settings), t.step_s))
         if fitting:
             return _without_supersets(_worth_their_time(fitting))[:most]
     return sorted(tried, key=lambda t: (t.peak_bytes, len(t.settings)))[:1]
+
+
+def _accepted(config: Config, settings: Mapping[str, Any]) -> bool:
+    """Whether the settings that ``config`` has beside its defaults go with these."""
+    written = changed_settings(config.model_dump(mode="json"))
+    try:
+        build_config(written, [f"{name}={json.dumps(value)}" for name, value in settings.items()])
+    except ConfigError:
+        return False
+    return True
 
 
 def _worth_their_time(suggestions: list[Suggestion]) -> list[Suggestion]:
@@ -194,9 +208,10 @@ def _changes_of_result(setup: Setup) -> Iterator[Change]:
         yield shared if value.critic_learning_rate != rate else {"algorithm__value__critic": "shared"}, 2, _HEAD
     if setup.has_reference and setup.config.algorithm.kl is not None:
         without = "no reference and no KL: another objective"
-        yield {"algorithm__kl": None}, 2, without
+        none = {"algorithm__kl": None, **_no_parked_reference(setup)}
+        yield none, 2, without
         for changes, _, effect in rounding:
-            yield {"algorithm__kl": None, **changes}, 2, f"{without}; {effect}"
+            yield {**none, **changes}, 2, f"{without}; {effect}"
     yield from _adapters(setup)
 
 
@@ -205,8 +220,7 @@ def _other_rounding(setup: Setup) -> Iterator[Change]:
     if not setup.in_fp32 and config.optimizer.precision in ("masters", "masters-8bit"):
         if config.optimizer.precision == "masters":
             yield {"optimizer__precision": "masters-8bit"}, 1, "moments of 8 bits (needs bitsandbytes)"
-        if config.model.dtype != "float16":  # which holds no small updates
-            yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
+        yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
     if setup.by_vllm and config.rollout.vllm.url is None:
         yield {"rollout__engine": "auto"}, 1, "sampled by the built-in engine, whose memory is there only while it samples"
 
@@ -231,10 +245,7 @@ def _adapters(setup: Setup) -> Iterator[Change]:
             for changes, effect in few:
                 yield {**whole, **changes, **by_module}, 2, f"{effect}; {_MODULE}"
         return
-    kl = setup.config.algorithm.kl
-    if kl is not None and (kl.reference_every or kl.reference_updates > 1):
-        return  # an adapter's reference is the model without it, which cannot be renewed
-    lora: dict[str, Any] = {"model__lora": LoraConfig(rank=16, alpha=32)}
+    lora: dict[str, Any] = {"model__lora": LoraConfig(rank=16, alpha=32), **_no_parked_reference(setup)}
     effect = "a low-rank adapter learns: raise the learning rate about tenfold"
     if whole:
         yield lora, 2, effect
@@ -244,6 +255,11 @@ def _adapters(setup: Setup) -> Iterator[Change]:
         yield {**adapter, **changes}, 2, f"{effect}; {bits}"
         if setup.by_builtin:
             yield {**adapter, **changes, **by_module}, 2, f"{effect}; {bits}; {_MODULE}"
+
+
+def _no_parked_reference(setup: Setup) -> dict[str, Any]:
+    """Where no weights of a reference are left, nothing is there to lie outside the GPU."""
+    return {"training__offload_reference": False} if setup.config.training.offload_reference else {}
 
 
 def _bits(setup: Setup) -> int:

@@ -282,7 +282,7 @@ def verdict(record: Mapping[str, Any]) -> tuple[str, str]:
         return ("success", "green") if record["success"] else ("no success", "red")
     if record["strict"]:
         return "right", "green"
-    if record["strict"] is None:
+    if record["strict"] is None or record["lenient"] is None:
         return "not checked: math-verify gave no verdict", "yellow"
     return ("right, but not in the place asked for", "yellow") if record["lenient"] else ("wrong", "red")
 

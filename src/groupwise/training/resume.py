@@ -229,8 +229,9 @@ def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list
     before, now = _settings_before(state.get("config", {})), _flat(hide_secrets(prepared.config.model_dump(mode="json")))
     harmful: list[str] = []
     harmless: list[str] = []
+    unused = ("algorithm.correction",) if prepared.config.clips_against_the_sampler else ()  # earlier versions wrote one
     for key in sorted(before.keys() | now.keys()) if before else []:
-        if before.get(key) != now.get(key):
+        if not key.startswith(unused) and before.get(key) != now.get(key):
             line = f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
             longer = key == "training.steps" and _steps_only_extend(prepared.config)
             (harmless if longer or key.startswith(_HARMLESS) else harmful).append(line)

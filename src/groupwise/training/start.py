@@ -120,9 +120,6 @@ class RunFolderResolver:
             path = self.resumed.expanduser()
             try:
                 folder, found = continue_in(path, self.said.append)
-                # Until it has a checkpoint of its own, such a run begins where it was told to.
-                begun = folder is not None and (ending_of(folder) is not None or folder.trained.exists())
-                checkpoint = found if found is not None or begun else self.checkpoint
             except OSError as error:
                 raise RunFolder.lost(path, error) from error
         elif folder_of(self.config, self.run_folder) is None and (note := unfinished_note(self.recipe)):
@@ -130,6 +127,10 @@ class RunFolderResolver:
         reopened = folder is not None
         folder = folder or RunFolder.create(self.config, self.run_folder, self.recipe)
         try:
+            if reopened:
+                begun = ending_of(folder) is not None or (folder.trained.exists() and folder.final_model.is_dir())
+                # Until it has a checkpoint of its own, such a run begins where it was told to.
+                checkpoint = found if found is not None or begun else self.checkpoint
             trained = trained_in(folder, checkpoint, self.config) if reopened else None
             state = trained or (read_state(checkpoint) if checkpoint else {})
             own = reopened and (trained is not None or found is not None)
@@ -199,14 +200,20 @@ def start(
     world = world or World()
     config = config.model_copy(update={"model": with_dtype(config.model)})  # the run's config.yaml says which one it was
     said: list[str] = []
-    checkpoint = world.on_rank0(lambda: find_checkpoint(Path(resume_from), said.append)) if resume_from else None
+    wanted = folder_of(config, run_folder) if resume else None
+
+    def named() -> Path | None:
+        """The checkpoint to begin from, which need not be there any more once the run has one of its own."""
+        own = None if wanted is None else latest_checkpoint(RunFolder(wanted.expanduser()).checkpoints)
+        return find_checkpoint(Path(resume_from), said.append) if resume_from and own is None else None
+
+    checkpoint = world.on_rank0(named) if resume_from else None
     started = time.perf_counter()
     _set_up_process(config, world)
     prepared = prepare(config, rewards, folder=run_folder)
     config = prepared.config
     world.all_gather_object(None)  # nobody writes before all have found everything in order
     world.try_gpus()
-    wanted = folder_of(config, run_folder) if resume else None
 
     def checked() -> list[str]:
         """Of a new run: whether it is one is found in the first process, since others may not see the folder, or not yet."""

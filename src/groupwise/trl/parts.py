@@ -35,6 +35,7 @@ from groupwise.models.decoder import Decoder
 from groupwise.models.devices import with_dtype
 from groupwise.models.load import (
     Policy,
+    attention_for,
     check_model,
     context_length,
     end_token_ids,
@@ -327,7 +328,10 @@ def make_parts(
     """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
     what learns; the sampler works on the same memory either way."""
     where = (policy.model.config, policy.model.dtype, resolve_device(config.model.device))
-    take(*where, world.on_rank0(lambda: check_fast_paths(*where)))
+    choices = world.on_rank0(lambda: check_fast_paths(*where))
+    take(*where, choices)
+    for notice in filter(None, (choice.notice for choice in choices)) if world.is_first else ():
+        log.warning(notice)
     in_order = episodes is not None and episodes.environments is not None  # each process scores what its environments played
     if own_optimizer and not is_adapted(policy.model):
         engine = playing(make_engine(policy, config.rollout), episodes)
@@ -351,7 +355,8 @@ def _load_quantised(config: ModelConfig, how: Any) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(
             config.name, revision=config.revision, trust_remote_code=config.trust_remote_code, quantization_config=how,
-            dtype=getattr(torch, config.dtype), device_map={"": str(resolve_device(config.device))},
+            dtype=getattr(torch, config.dtype), device_map={"": str(device := resolve_device(config.device))},
+            attn_implementation=attention_for(config, device, load_model_config(config)),
         )  # fmt: skip
     except (ImportError, ValueError, OSError, RuntimeError) as error:
         raise ModelError(f"{config.name} cannot be loaded with this quantization_config: {error}") from error

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, refuse_unknown
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.chunked_prefill import MissingTokens, PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
@@ -253,6 +253,7 @@ class BuiltinEngine(Engine):
     @torch.no_grad()
     def serve_turns(self, request: SampleRequest, turns: Turns, on_progress: Progress | None = None) -> None:
         """See ``TurnEngine.serve_turns``."""
+        refuse_unknown(request.prompts, self.decoder.vocabulary)
         call = _Call(request, turns, on_progress or (lambda ended, tokens: None))
 
         def attempt() -> None:
@@ -271,6 +272,7 @@ class BuiltinEngine(Engine):
             done.append(completion)
             return _ENDED
 
+        refuse_unknown([prompt], self.decoder.vocabulary)
         request = SampleRequest([prompt], 1, settings, seed, "stream")
         batch = _Batch(self, _Call(request, Turns(take), lambda ended, tokens: None))
         shown = ""
