@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> Result:
     that both sides reach with every seed, the median over seeds; None where they reach none."""
     work = (args.work or ROOT / "runs" / name_of(vars(args))).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    for more in ((), args.trl):  # refuses what TRL has no name for, before any run
-        _arguments(_config(args, *more), args.rows, args.save_steps)
+    for asked in ((), args.trl):  # refuses what TRL has no name for, before any run
+        _arguments(_config(args, *asked), args.rows, args.save_steps)
     config = _config(args)
     if config.warm_start.steps:
         starts = warm_starts(args.seeds, Budget(problems=args.problems), work, args.settings)

@@ -33,7 +33,7 @@ def test_a_token_without_a_row_is_refused_before_it_is_looked_up(name, tiny_llam
         lambda: engine.sample(prompts, 2, SamplingSettings(max_tokens=4), seed=0, scope="s"),
         lambda: engine.stream(prompts[1], SamplingSettings(max_tokens=4), seed=0, on_text=print),
     ):
-        with pytest.raises(ModelError, match="problem 'p' has the token 128, but the model embeds 128 alone"):
+        with pytest.raises(ModelError, match="problem 'p' has the token 128, but the model has rows for 128 alone"):
             ask()
 
 

@@ -208,14 +208,15 @@ def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkey
         ["optimizer.offload=true"],
         ["training.offload_reference=true"],
         ["rollout.engine=vllm", "rollout.vllm.gpu_memory_share=0.4"],
+        ["rollout.ahead=1", "algorithm.stale_samples=behaviour"],
     ],
-    ids=["outer", "renewed", "critic", "float16", "offload", "parked", "vllm"],
+    ids=["outer", "renewed", "critic", "float16", "offload", "parked", "vllm", "ahead"],
 )
 def test_nothing_is_suggested_that_the_settings_refuse(overrides):
     made = make_plan(load_config("polaris-3b", overrides), HARDWARE["rtx-4090"])
     assert not made.fits
     assert made.suggestions
-    tried = suggest(made.setup, HARDWARE["rtx-4090"], 6 * GIB) + suggest(made.setup, HARDWARE["rtx-4090"], 30 * GIB)
+    tried = [one for limit in (6, 30, 40, 50, 60) for one in suggest(made.setup, HARDWARE["rtx-4090"], limit * GIB, most=99)]
     for one in (*made.suggestions, *tried):
         load_config("polaris-3b", [*overrides, *settings_of(one)])
 

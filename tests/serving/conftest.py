@@ -61,7 +61,9 @@ def serving(byte_tokenizer):
     """``serving(say, key=None, **service)``: a server whose model says ``say`` of the prompt's text, or just that."""
     opened = []
 
-    def start(say, *, key=None, context_length=2000, system=None, max_tokens=200, call_format="auto", host="127.0.0.1"):
+    def start(
+        say, *, key=None, context_length=2000, system=None, max_tokens=200, call_format="auto", host="127.0.0.1", rows=10_000
+    ):
         engine = Script(byte_tokenizer, say if callable(say) else lambda _: say)
         policy = SimpleNamespace(
             tokenizer=byte_tokenizer,
@@ -69,6 +71,7 @@ def serving(byte_tokenizer):
             context_length=context_length,
             name="tiny",
             device=torch.device("cpu"),
+            rows=rows,
         )
         service = Service(policy, engine, PromptConfig(), system, name="tiny", max_tokens=max_tokens, call_format=call_format)
         server = Server(service, host, key=key)

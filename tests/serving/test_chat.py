@@ -98,6 +98,12 @@ def test_what_does_not_fit_into_the_context_is_refused(serving):
     assert "24 tokens long, but the model's context is 24" in answer["error"]["message"]
 
 
+def test_a_token_that_the_model_has_no_row_for_is_refused_before_it_reaches_the_others(serving):
+    status, answer = call(serving("a", rows=2), asking())
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "a special token that this model has no row for" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("stop", "text"),
     [

@@ -140,12 +140,12 @@ def test_a_checkpoint_of_changed_settings_takes_the_place_of_the_earlier_run_s(s
     """Else a run that is stopped in its first step after --accept-changes could not be resumed with the settings it has."""
     run = begun(small_config(), letters, quiet, tmp_path / "a")
     files = []
-    for rate in (1e-5, 1e-5, 2e-5):
-        made = take_snapshot(1, run.policy, run.learner, about={"config": {"rate": rate}})
+    for rate, data in ((1e-5, "a"), (1e-5, "a"), (2e-5, "a"), (2e-5, "b")):
+        made = take_snapshot(1, run.policy, run.learner, about={"config": {"rate": rate}, "data": data})
         written = write_snapshot(tmp_path / "kept", made, keep=1)
-        assert read_state(written)["config"] == {"rate": rate}
-        files.append((written / "state.json").stat().st_ino)
-    assert files[0] == files[1] != files[2]
+        assert (read_state(written)["config"], read_state(written)["data"]) == ({"rate": rate}, data)
+        files.append((written / "state.json").stat().st_mtime_ns)
+    assert files[0] == files[1] < files[2] < files[3]
 
 
 def test_of_another_folder_s_checkpoint_no_resume_is_promised(small_config, letters, quiet, tmp_path):

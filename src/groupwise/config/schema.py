@@ -504,7 +504,10 @@ class Config(Section):
                 f"model.dtype is float16, whose loss is scaled, but algorithm.advantage.type is {self.algorithm.advantage.type}, with a "
                 "learned value, whose loss is not: use bfloat16"
             )
-        shaped: list[RewardsConfig | RewardFunctionConfig] = [self.rewards, *(one for one in self.rewards.functions if one.weight)]
+        shaped: list[RewardsConfig | RewardFunctionConfig] = [
+            self.rewards,
+            *(one for one in self.rewards.functions if one.weight),
+        ]
         from_0 = self.rewards.clip is not None and self.rewards.clip[0] >= 0
         centred = any(one.normalise == "mean_std" and (one.clip is None or one.clip[0] < 0) for one in shaped)
         if self.algorithm.advantage.type == "maxrl" and centred and not from_0:

@@ -197,9 +197,9 @@ def disagreeing_verdicts(run: RunRecord) -> Evidence | None:
     lost = [record for record in judged if record.lenient and not record.strict]
     share = len(lost) / len(judged) if len(judged) >= 32 else 0.0
     for evaluation in run.evaluations[-2:]:
-        if evaluation.stage not in ("base", "warm_start") and len(evaluation.records) >= 20:
-            known = [record for record in evaluation.records if record["lenient"] is not None]
-            share = max(share, sum(record["lenient"] and not record["strict"] for record in known) / max(1, len(known)))
+        known = [record for record in evaluation.records if record["strict"] is not None and record["lenient"] is not None]
+        if evaluation.stage not in ("base", "warm_start") and len(known) >= 20:
+            share = max(share, sum(record["lenient"] and not record["strict"] for record in known) / len(known))
     if share < 0.1 or paid_as_right(run, lost):
         return None
     steps = (late[0].step, late[-1].step) if late else None
@@ -234,7 +234,7 @@ def paid_as_right(run: RunRecord, lost: Sequence[CompletionRecord]) -> bool:
 
 
 def evaluation_examples(run: RunRecord) -> tuple[Example, ...]:
-    return judged_examples([record for record in run.evaluations[-1].records if record["lenient"] and not record["strict"]])
+    return judged_examples([record for record in run.evaluations[-1].records if record["lenient"] and record["strict"] is False])
 
 
 def judged_examples(records: Sequence[Mapping[str, Any]]) -> tuple[Example, ...]:

@@ -95,8 +95,8 @@ def refuse_unknown(prompts: Sequence[Prompt], rows: int) -> None:
     for prompt in prompts:
         if (largest := max(prompt.token_ids, default=0)) >= rows:
             raise ModelError(
-                f"the prompt of problem {prompt.problem.id!r} has the token {largest}, but the model embeds {rows} alone: it is a mark "
-                "of models of another kind, such as the placeholder of an image; take it out of the text"
+                f"the prompt of problem {prompt.problem.id!r} has the token {largest}, but the model has rows for {rows} alone: it is a "
+                "mark of models of another kind, such as the placeholder of an image; take it out of the text"
             )
 
 

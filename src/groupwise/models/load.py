@@ -94,6 +94,13 @@ class Policy:
     def device(self) -> torch.device:
         return input_device(self.model)
 
+    @property
+    def rows(self) -> int:
+        """Tokens that the embedding has a row for."""
+        embedding: Any = self.model.get_input_embeddings()
+        rows: int = embedding.weight.shape[0]
+        return rows
+
 
 def check_model(config: ModelConfig) -> None:
     """Raise ModelError for a model that cannot be loaded. Reads no weights, and asks the Hub for config.json at most."""
@@ -113,13 +120,13 @@ def check_model(config: ModelConfig) -> None:
     if is_folder_name(config.name):
         check_folder(Path(config.name).expanduser())
     hf_config = load_model_config(config)
-    attention_for(config, resolve_device(config.device), hf_config)
     remote_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
     if not remote_code and hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
             f"model {config.name!r} is of the type {hf_config.model_type!r}, which is no causal language model: "
             "name a model that continues text, such as one of the Qwen or Llama family"
         )
+    attention_for(config, resolve_device(config.device), hf_config)
 
 
 def check_adapter(config: ModelConfig) -> None:

@@ -319,6 +319,12 @@ class RewardModel:
         """Token ids, cut at the front where there are too many; the length before that is what is counted."""
         encoding = self._tokenised(prompt, completion)
         size = len(encoding["input_ids"])
+        embedding: Any = self.model.get_input_embeddings()
+        if (largest := max(encoding["input_ids"], default=0)) >= (rows := embedding.weight.shape[0]):
+            raise RewardError(
+                f"the reward model {self.settings.name!r} has rows for {rows} tokens alone, and the text has the token {largest}, a mark "
+                "of models of another kind: set rewards.on_error to skip, or take another reward model"
+            )
         self._long.append(size > self.max_input_tokens)
         if size > self.max_input_tokens:
             if self.settings.on_long == "error":

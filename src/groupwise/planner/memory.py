@@ -52,7 +52,7 @@ def kept_formula(setup: Setup) -> str:
         return "L R D s + one layer computed again"
     if not setup.packed:
         adapted = " + 4 (5D + HE + F) fp32 copies for the adapter" if setup.adapted else ""
-        scores = " + H (2s + 4) of each position before" if _scores(setup, 1) else ""
+        scores = " + 4 to 8 H for each position of the longest" if _scores(setup, 1) else ""
         return f"L N (8D + s (2HE + 2KE + 3F){adapted}{scores}), N padded tokens"
     if setup.device == "cpu":
         return "L R (s (2D + (H+2K)E + HE + 2F) + H (s + 4))"
@@ -98,8 +98,10 @@ def _library_block(setup: Setup, batch: MicroBatchSize) -> int:
 
 def _scores(setup: Setup, length: int) -> int:
     """One padded token's scores in one layer, where all of them are in memory: capped, by softmax in fp32, and as the weights are."""
-    eager = setup.shape.capped_attention or setup.config.model.attention == "eager"
-    return setup.shape.heads * length * (2 * setup.weight_bytes + 4) if eager else 0
+    capped, s, asked = setup.shape.capped_attention, setup.weight_bytes, setup.config.model.attention
+    if asked != "eager" and not (capped and asked == "auto"):
+        return 0
+    return setup.shape.heads * length * (4 + (s if s < 4 else 0) + (s if capped else 0))
 
 
 def _module_row(setup: Setup) -> int:
@@ -378,9 +380,10 @@ def _fragmentation(setup: Setup, items: Sequence[Item]) -> Item:
 def _reference_pass(setup: Setup) -> list[Item]:
     """The pass of a reference that is on the device for it alone: its weights, one layer, and the head."""
     batch = setup.largest
+    rows, scores = (batch.rows, 0) if setup.packed else (batch.padded, batch.padded * _scores(setup, batch.longest))
     return [
         Item("reference", setup.weights, "s P, while it is used"),
-        Item("a layer's forward pass", prefill_bytes(setup, batch.rows), "R s (3D + 3(H+2K)E + HE + 3F) + 4 R D"),
+        Item("a layer's forward pass", prefill_bytes(setup, rows) + scores, "R s (3D + 3(H+2K)E + HE + 3F) + 4 R D"),
         logits(setup, batch, learnt=False),
     ]
 

@@ -136,6 +136,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
         "vocab_size": 262_208,
         "max_position_embeddings": 131_072,
     },
+    "phi3": {"original_max_position_embeddings": 4096},
 }
 """What published configs leave to the defaults of their type."""
 _TIED = ("gemma", "gemma2", "smollm3", "cohere", "cohere2", "ernie4_5")
@@ -224,7 +225,9 @@ def _from_hub(config: ModelConfig) -> Path:
 def _context(text: Mapping[str, Any]) -> object:
     """Positions that a config names, as ``models.load.context_length`` takes them: of LongRoPE those of its short factors."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "longrope":
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    by_former_name = text.get("model_type") == "phi3" and kind in ("su", "yarn")
+    if kind == "longrope" or by_former_name:
         short = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
         if isinstance(short, int):
             return short

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
+from pydantic_core import PydanticSerializationError
+
 from groupwise.config.load import build_config, changed_settings
-from groupwise.config.schema import Config, LoraConfig
+from groupwise.config.schema import Config, LoraConfig, VllmConfig
 from groupwise.errors import ConfigError
 from groupwise.planner.cost import step_cost
 from groupwise.planner.hardware import Hardware
@@ -70,6 +73,7 @@ def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list
     if peak_bytes(setup) <= limit:
         return []
     tried: list[Suggestion] = []
+    accepted = _accepting(setup.config)
     for aim in (int(limit * (1 - _MARGIN)), limit):
         tried = [
             _outcome(setup, changes, rank, effect, hardware, aim)
@@ -77,21 +81,29 @@ def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list
             if not refused(setup.changed(**changes))
         ]
         tried += _on_more_devices(setup, hardware, aim, [t.settings for t in tried if t.fits and t.rank == 0])
-        tried = [t for t in tried if _accepted(setup.config, t.settings)]
-        fitting = sorted((t for t in tried if t.fits), key=lambda t: (t.rank, len(t.settings), t.step_s))
+        fitting = sorted((t for t in tried if t.fits and accepted(t.settings)), key=lambda t: (t.rank, len(t.settings), t.step_s))
         if fitting:
             return _without_supersets(_worth_their_time(fitting))[:most]
-    return sorted(tried, key=lambda t: (t.peak_bytes, len(t.settings)))[:1]
+    least = sorted(tried, key=lambda t: (t.peak_bytes, len(t.settings)))
+    return [*islice((t for t in least if accepted(t.settings)), 1)]
 
 
-def _accepted(config: Config, settings: Mapping[str, Any]) -> bool:
-    """Whether the settings that ``config`` has beside its defaults go with these."""
-    written = changed_settings(config.model_dump(mode="json"))
+def _accepting(config: Config) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether ``config`` can be written with some settings changed; always, where it cannot be written as it is."""
+
+    def written(changes: Mapping[str, Any]) -> Config | None:
+        try:
+            return build_config(own, [f"{name}={json.dumps(value)}" for name, value in changes.items()])
+        except ConfigError:
+            return None
+
     try:
-        build_config(written, [f"{name}={json.dumps(value)}" for name, value in settings.items()])
-    except ConfigError:
-        return False
-    return True
+        own = changed_settings(config.model_dump(mode="json"))
+    except PydanticSerializationError:  # of a config made in Python
+        return lambda changes: True
+    if written({}) != config:
+        return lambda changes: True
+    return lambda changes: written(changes) is not None
 
 
 def _worth_their_time(suggestions: list[Suggestion]) -> list[Suggestion]:
@@ -200,7 +212,8 @@ def _changes_of_result(setup: Setup) -> Iterator[Change]:
     rounding = list(_other_rounding(setup))
     yield from rounding
     if setup.config.rollout.ahead:
-        yield {"rollout__ahead": 0}, 2, "no sampling ahead: nothing is stale, and a step waits for its batch"
+        stale = {} if setup.config.algorithm.stale_samples == "decoupled" else {"algorithm__stale_samples": "decoupled"}
+        yield {"rollout__ahead": 0, **stale}, 2, "no sampling ahead: nothing is stale, and a step waits for its batch"
     value = setup.config.algorithm.value
     if value is not None and value.critic != "shared":
         rate = type(value).model_fields["critic_learning_rate"].default  # of a critic of its own alone
@@ -221,7 +234,7 @@ def _other_rounding(setup: Setup) -> Iterator[Change]:
         if config.optimizer.precision == "masters":
             yield {"optimizer__precision": "masters-8bit"}, 1, "moments of 8 bits (needs bitsandbytes)"
         yield {"optimizer__precision": "stochastic"}, 1, "no fp32 copies: updates are rounded stochastically"
-    if setup.by_vllm and config.rollout.vllm.url is None:
+    if setup.by_vllm and config.rollout.vllm == VllmConfig():  # what is set of it would do nothing
         yield {"rollout__engine": "auto"}, 1, "sampled by the built-in engine, whose memory is there only while it samples"
 
 

@@ -77,7 +77,7 @@ class Service:
         call_format: str = "auto",
     ) -> None:  # fmt: skip
         self.name, self.prompt, self.system, self.max_tokens = name, prompt, system, max_tokens
-        self.context_length = policy.context_length
+        self.context_length, self.rows = policy.context_length, policy.rows
         # The sampling thread has the policy's own tokenizer, and those who ask share this one: it is for one thread at a time.
         self._tokenizer, self._lock = copy.deepcopy(policy.tokenizer), threading.Lock()
         self._calls = Calls.of(self._tokenizer, policy.end_token_ids, prompt, call_format)
@@ -98,6 +98,8 @@ class Service:
         if ask.must_call and self._calls.form is not None:
             lead = self._calls.form.openings[0]
             prompt_ids += tuple(self._tokenizer(lead, add_special_tokens=False)["input_ids"])
+        if max(prompt_ids, default=0) >= self.rows:  # the engine would refuse it with all that are sampled beside it
+            raise Refused("the messages have a special token that this model has no row for: take it out", "messages")
         room = self.context_length - len(prompt_ids)
         if room < 1:
             raise Refused(

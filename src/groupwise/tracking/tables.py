@@ -282,8 +282,10 @@ def verdict(record: Mapping[str, Any]) -> tuple[str, str]:
         return ("success", "green") if record["success"] else ("no success", "red")
     if record["strict"]:
         return "right", "green"
-    if record["strict"] is None or record["lenient"] is None:
+    if record["strict"] is None:
         return "not checked: math-verify gave no verdict", "yellow"
+    if record["lenient"] is None:
+        return "wrong in the place asked for, and not checked elsewhere", "red"
     return ("right, but not in the place asked for", "yellow") if record["lenient"] else ("wrong", "red")
 
 

@@ -140,9 +140,11 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
     Raises CheckpointError when the disk does not take it; the checkpoints before it are untouched.
     """
     target = folder / snapshot.name
-    # A step of a run has one state. Another run, which began from this one with settings that were changed, writes its own.
-    if target.exists() and is_sound(target) and read_state(target).get("config") == json.loads(snapshot.state).get("config"):
-        return target
+    # A step of a run has one state. Another run, which began from this one with settings or data that were changed, writes its own.
+    if target.exists() and is_sound(target):
+        before, now = read_state(target), json.loads(snapshot.state)
+        if all(before.get(key) == now.get(key) for key in ("config", "data")):
+            return target
     put_in_place(target, lambda aside: _write(aside, snapshot), snapshot.size_bytes())
     remove_old(folder, keep, keep_best)
     return target

@@ -127,11 +127,9 @@ class RunFolderResolver:
         reopened = folder is not None
         folder = folder or RunFolder.create(self.config, self.run_folder, self.recipe)
         try:
-            if reopened:
-                begun = ending_of(folder) is not None or (folder.trained.exists() and folder.final_model.is_dir())
-                # Until it has a checkpoint of its own, such a run begins where it was told to.
-                checkpoint = found if found is not None or begun else self.checkpoint
-            trained = trained_in(folder, checkpoint, self.config) if reopened else None
+            trained = trained_in(folder, found, self.config) if reopened else None
+            if reopened and (found is not None or trained is not None or ending_of(folder) is not None):
+                checkpoint = found  # until it has one of its own, a run begins where it was told to
             state = trained or (read_state(checkpoint) if checkpoint else {})
             own = reopened and (trained is not None or found is not None)
             refuse_to_share(state, checkpoint, self.processes)
@@ -204,8 +202,9 @@ def start(
 
     def named() -> Path | None:
         """The checkpoint to begin from, which need not be there any more once the run has one of its own."""
-        own = None if wanted is None else latest_checkpoint(RunFolder(wanted.expanduser()).checkpoints)
-        return find_checkpoint(Path(resume_from), said.append) if resume_from and own is None else None
+        there = None if wanted is None else RunFolder(wanted.expanduser())
+        begun = there is not None and (latest_checkpoint(there.checkpoints) is not None or there.trained.exists())
+        return None if begun or not resume_from else find_checkpoint(Path(resume_from), said.append)
 
     checkpoint = world.on_rank0(named) if resume_from else None
     started = time.perf_counter()

@@ -330,13 +330,13 @@ def make_parts(
     where = (policy.model.config, policy.model.dtype, resolve_device(config.model.device))
     choices = world.on_rank0(lambda: check_fast_paths(*where))
     take(*where, choices)
-    for notice in filter(None, (choice.notice for choice in choices)) if world.is_first else ():
-        log.warning(notice)
     in_order = episodes is not None and episodes.environments is not None  # each process scores what its environments played
     if own_optimizer and not is_adapted(policy.model):
         engine = playing(make_engine(policy, config.rollout), episodes)
         scorer: Scorer = ModuleScorer(policy.model)
         return scorer, Replicas(scorer, world), DealtEngine(engine, world, in_order)
+    for notice in filter(None, (choice.notice for choice in choices)) if world.is_first else ():
+        log.warning(notice)
     given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if loading_device(config, world) else None)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
