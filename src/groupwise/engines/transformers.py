@@ -21,6 +21,7 @@ from groupwise.errors import ModelError
 from groupwise.memory import blocks_of_their_own
 from groupwise.metrics import Metric
 from groupwise.models.devices import has_device_map, input_device
+from groupwise.models.load import embedding_rows
 from groupwise.types import Completion, Prompt
 
 __all__ = ["TransformersEngine"]
@@ -117,7 +118,7 @@ class TransformersEngine(Engine):
     def _decode(self, sequences: list[_Sequence], settings: SamplingSettings) -> Iterator[None]:
         """Sample until every sequence has ended, yielding after each token."""
         device = input_device(self.model)
-        refuse_unknown([s.prompt for s in sequences], self.model.get_input_embeddings().weight.shape[0])
+        refuse_unknown([s.prompt for s in sequences], embedding_rows(self.model))
         training = self.model.training
         self.model.eval()  # gradient checkpointing, which takes the cache away, acts in training mode alone
         try:

@@ -36,7 +36,7 @@ from groupwise.models.adapters import (
 )
 from groupwise.models.devices import check_device_map, device_map_arguments, input_device, remove_with, with_dtype
 from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
-from groupwise.models.families import FAMILIES
+from groupwise.models.families import FAMILIES, longrope_positions
 from groupwise.models.folder import (
     adapter_in,
     base_of,
@@ -58,6 +58,7 @@ __all__ = [
     "check_model",
     "context_length",
     "copy_to_cpu",
+    "embedding_rows",
     "embeds_all",
     "end_token_ids",
     "generation_config",
@@ -97,9 +98,7 @@ class Policy:
     @property
     def rows(self) -> int:
         """Tokens that the embedding has a row for."""
-        embedding: Any = self.model.get_input_embeddings()
-        rows: int = embedding.weight.shape[0]
-        return rows
+        return embedding_rows(self.model)
 
 
 def check_model(config: ModelConfig) -> None:
@@ -231,15 +230,11 @@ def end_token_ids(tokenizer: Any, hf_config: PretrainedConfig, generation_config
 def context_length(hf_config: PretrainedConfig, tokenizer: Any = None) -> int:
     """How many positions the model was made for; the tokenizer's limit where the config names none (state-space models).
 
-    Of LongRoPE (Phi-3 with 128k positions) those of its short factors: transformers rotates all of a batch by others as soon as one row is
-    longer, also what goes on from keys that were rotated by these.
+    Of LongRoPE no more than its short factors are for (``longrope_positions``).
     """
     text_config = hf_config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) == "longrope":
-        short = rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None)
-        if isinstance(short, int):
-            return short
+    if (short := longrope_positions(vars(text_config))) is not None:
+        return short
     for holder, name in ((text_config, "max_position_embeddings"), (tokenizer, "model_max_length")):
         length = getattr(holder, name, None)
         if isinstance(length, int) and 0 < length < 10**9:  # tokenizers say 10**30 for "no limit known"
@@ -396,6 +391,12 @@ def _load_weights(config: ModelConfig, attention: str | None, device: torch.devi
     return model
 
 
+def embedding_rows(model: Any) -> int:
+    """Tokens that the model's embedding has a row for."""
+    rows: int = model.get_input_embeddings().weight.shape[0]
+    return rows
+
+
 def embeds_all(tokenizer: Any, rows: int) -> bool:
     """Whether an embedding of so many rows has one for every token that prompts and answers are made of. A special one above it that
     neither begins nor ends anything, nor stands in the chat template, belongs to models of another kind: Gemma 3's placeholder for an
@@ -412,8 +413,7 @@ def embeds_all(tokenizer: Any, rows: int) -> bool:
 
 
 def _check_vocabulary(config: ModelConfig, tokenizer: Any, model: PreTrainedModel) -> None:
-    embedding: Any = model.get_input_embeddings()
-    rows = embedding.weight.shape[0]
+    rows = embedding_rows(model)
     if not embeds_all(tokenizer, rows):
         raise ModelError(
             f"the tokenizer of {config.name!r} knows {len(tokenizer)} tokens, but the model embeds only {rows}: "

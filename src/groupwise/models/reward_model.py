@@ -24,7 +24,15 @@ from groupwise.errors import ModelError, RewardError
 from groupwise.memory import own_memory
 from groupwise.metrics import Mean, Metric
 from groupwise.models.folder import check_folder, is_folder_name, only_from_cache
-from groupwise.models.load import caps_attention, context_length, embeds_all, load_model_config, load_tokenizer, resolve_device
+from groupwise.models.load import (
+    caps_attention,
+    context_length,
+    embedding_rows,
+    embeds_all,
+    load_model_config,
+    load_tokenizer,
+    resolve_device,
+)
 from groupwise.models.quiet import quiet
 
 __all__ = [
@@ -224,8 +232,7 @@ class RewardModel:
         """The classifier; its weights are read at the first use."""
         if self._model is None:
             self._model = load_classifier(self.settings)
-            embedding: Any = self._model.get_input_embeddings()
-            rows = embedding.weight.shape[0]
+            rows = embedding_rows(self._model)
             if not embeds_all(self.tokenizer, rows):
                 raise ModelError(
                     f"the tokenizer of the reward model {self.settings.name!r} knows {len(self.tokenizer)} tokens, but the model embeds "
@@ -319,8 +326,7 @@ class RewardModel:
         """Token ids, cut at the front where there are too many; the length before that is what is counted."""
         encoding = self._tokenised(prompt, completion)
         size = len(encoding["input_ids"])
-        embedding: Any = self.model.get_input_embeddings()
-        if (largest := max(encoding["input_ids"], default=0)) >= (rows := embedding.weight.shape[0]):
+        if (largest := max(encoding["input_ids"], default=0)) >= (rows := embedding_rows(self.model)):
             raise RewardError(
                 f"the reward model {self.settings.name!r} has rows for {rows} tokens alone, and the text has the token {largest}, a mark "
                 "of models of another kind: set rewards.on_error to skip, or take another reward model"

@@ -293,9 +293,8 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
     kept |= {"reference"} if "reference average" not in {item.name for item in state(near)} else set()
     whole = setup.weight_bytes * setup.shape.parameters
     learning = [setup, *filter(None, [critic_of(setup)])]
-    own = sum(
-        4 * one.trained for one in learning if one.offloaded and one.in_fp32
-    )  # masters of weights that need none on the GPU
+    # Masters outside the GPU, of weights that need none on it.
+    own = sum(4 * one.trained for one in learning if one.offloaded and one.in_fp32)
     checkpoint = (adapter or whole) + own + sum(item.bytes for item in state(near) if item.name in kept)
     return checkpoint, adapter + (0 if setup.adapted and setup.config.output.adapter_only else whole)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
-from groupwise.models.families import FAMILIES, why_uncovered
+from groupwise.models.families import FAMILIES, longrope_positions, why_uncovered
 from groupwise.models.folder import is_folder_name
 
 __all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
@@ -222,18 +222,6 @@ def _from_hub(config: ModelConfig) -> Path:
         ) from error
 
 
-def _context(text: Mapping[str, Any]) -> object:
-    """Positions that a config names, as ``models.load.context_length`` takes them: of LongRoPE those of its short factors."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    by_former_name = text.get("model_type") == "phi3" and kind in ("su", "yarn")
-    if kind == "longrope" or by_former_name:
-        short = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
-        if isinstance(short, int):
-            return short
-    return text.get("max_position_embeddings")
-
-
 def shape_of_config(values: Any, name: str) -> ModelShape:
     """The shape that a config.json describes; one level down for models that wrap a text model.
 
@@ -252,7 +240,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
     family = FAMILIES.get(architecture)
     tied = architecture in _TIED if family is None else family.tied
     outer = str(values.get("model_type") or architecture)  # a wrapped text model is loaded with what wraps it
-    context = _context(text)
+    context = longrope_positions(text) or text.get("max_position_embeddings")
     try:
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
         return ModelShape(

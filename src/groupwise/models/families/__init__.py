@@ -12,10 +12,24 @@ from groupwise.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["FAMILIES", "Family", "Settings", "why_uncovered"]
+__all__ = ["FAMILIES", "Family", "Settings", "longrope_positions", "why_uncovered"]
 
 FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)}
 """By transformers' ``model_type``."""
+
+
+def longrope_positions(settings: Settings) -> int | None:
+    """Positions that LongRoPE's short factors are for (Phi-3 with 128k positions); None for other rotary embeddings.
+
+    transformers rotates all of a batch by other factors as soon as one row is longer, also what goes on from keys that were rotated by
+    these. ``settings``: by name, as in a config.json, in which Phi-3 also calls it ``su`` or ``yarn``.
+    """
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+    if kind != "longrope" and not (settings.get("model_type") == "phi3" and kind in ("su", "yarn")):
+        return None
+    short = rope.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
+    return short if isinstance(short, int) else None
 
 
 def why_uncovered(config: PretrainedConfig | Settings) -> str | None:
