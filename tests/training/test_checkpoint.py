@@ -127,6 +127,7 @@ def test_a_run_that_may_be_stopped_begins_from_another_s_checkpoint_until_it_has
     assert metrics_of(folder) == metrics_of(whole, first=1)
     one, other = final_weights(folder), final_weights(whole)
     assert all(torch.equal(one[name], other[name]) for name in one)
+    expected = metrics_of(folder)
     shutil.rmtree(whole)  # nobody needs it any more
     shutil.rmtree(folder / "final_model")
     for gone in ("summary.json", "trained.json"):
@@ -134,6 +135,7 @@ def test_a_run_that_may_be_stopped_begins_from_another_s_checkpoint_until_it_has
     shutil.rmtree(folder / "checkpoints" / "step-3")
     call()
     assert all(torch.equal(one[name], final_weights(folder)[name]) for name in one)
+    assert metrics_of(folder) == expected, "from its own checkpoint, and not from the beginning"
 
 
 def test_a_checkpoint_of_changed_settings_takes_the_place_of_the_earlier_run_s(small_config, letters, quiet, tmp_path):
