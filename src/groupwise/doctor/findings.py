@@ -204,8 +204,9 @@ class Series:
         """Higher at the end than at the beginning, by more than ``by`` and more than twice the noise of the difference."""
         return self.rise > max(by, 2 * math.sqrt(2) * self.noise)
 
-    def falls(self, by: float = 0.0) -> bool:
-        return -self.rise > max(by, 2 * math.sqrt(2) * self.noise)
+    def falls(self, by: float = 0.0, errors: float = 2.0) -> bool:
+        """Lower at the end, by more than ``by`` and more than ``errors`` times the noise of the difference."""
+        return -self.rise > max(by, errors * math.sqrt(2) * self.noise)
 
 
 def series(run: RunRecord, name: str) -> Series:

@@ -109,8 +109,8 @@ class LoadedReward:
 
     @property
     def is_environment(self) -> bool:
-        """Whether it is what an environment gave, or cannot do without ``turns``: no completion has them that was not played."""
-        return self.function in (environment, environment_turns) or "turns" in self.required
+        """Whether it is what an environment gave, or cannot do without that or ``turns``: no completion has them that was not played."""
+        return self.function in (environment, environment_turns) or not {"turns", "environment_reward"}.isdisjoint(self.required)
 
     @property
     def is_model(self) -> bool:

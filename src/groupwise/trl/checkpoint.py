@@ -76,7 +76,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 def save(output: Path, policy: Policy, learner: Learner, state: TrainerState, *, only_model: bool, limit: int | None) -> None:
     """Write ``checkpoint-N`` aside, rename it when it is whole and on the disk, and remove the oldest beyond ``limit``. A collective call.
-    One of this step, of an earlier run, goes when the new one is in its place.
+    One of this step, of an earlier run, goes when the new one is in its place. The state says where the best one lies.
 
     Raises CheckpointError where the disk does not take it; the checkpoints before it are untouched.
     """
@@ -91,11 +91,26 @@ def save(output: Path, policy: Policy, learner: Learner, state: TrainerState, *,
         seal(aside, _STATE)  # it is replaced at the end of a run, as a whole
 
     target = output / f"checkpoint-{state.global_step}"
-    learner.world.on_rank0(lambda: put_in_place(target, write, snapshot.size_bytes()))
+    best = output / f"checkpoint-{state.best_global_step}"
+    if state.best_global_step and (best == target or (best / _STATE).is_file()):
+        state.best_model_checkpoint = str(best)
+
+    def put() -> None:
+        put_in_place(target, write, snapshot.size_bytes())
+        _remove_oldest(output, target, state.best_model_checkpoint, limit)
+
+    learner.world.on_rank0(put)
+
+
+def _remove_oldest(output: Path, newest: Path, best: str | None, limit: int | None) -> None:
+    """Leave ``limit`` checkpoints; the newest and the best stay, as in transformers, where below 1 is no limit."""
+    if limit is None or limit < 1:
+        return
+    kept = {newest} | ({Path(best)} if best else set())
+    found = _all(output)
     # By time, since an earlier run may have come further.
-    others = sorted((c for c in _all(output) if c != target), key=lambda c: (c / _STATE).stat().st_mtime_ns)
-    # Below 1 is no limit, as in transformers.
-    for old in others[: 1 - limit or None] if limit and limit > 0 and learner.world.is_first else []:
+    others = sorted((c for c in found if c not in kept), key=lambda c: (c / _STATE).stat().st_mtime_ns)
+    for old in others[: max(0, len(found) - max(limit, len(kept)))]:
         shutil.rmtree(old, ignore_errors=True)
 
 
