@@ -29,11 +29,12 @@ trainers=$(IFS=,; echo "${nodes[*]:1}")
 export GROUPWISE_VLLM_SECRET=${GROUPWISE_VLLM_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 
 # Step 0: the server, with all GPUs and CPUs of its node. It listens at the address that the node's name stands for; where that is not the one
-# of the cluster's network, set VLLM_HOST.
+# of the cluster's network, set VLLM_HOST. VLLM_TENSOR_PARALLEL GPUs sample; vLLM wants a number that divides the model's attention heads, and
+# Qwen2.5-7B has 28.
 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$sampler" --gpu-bind=none \
     --cpus-per-task=$((SLURM_CPUS_PER_TASK * SLURM_NTASKS_PER_NODE)) \
     "${VLLM_PYTHON:?name the interpreter of the environment of vLLM}" -m groupwise.engines.vllm "$model" \
-    --host "${VLLM_HOST:-$sampler}" --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-8}" &
+    --host "${VLLM_HOST:-$sampler}" --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-4}" &
 server=$!
 trap 'kill "$server" 2>/dev/null' EXIT
 until curl --silent --fail --output /dev/null --header @<(printf 'Authorization: Bearer %s' "$GROUPWISE_VLLM_SECRET") "http://$sampler:$port/groupwise"; do

@@ -25,7 +25,7 @@ from groupwise.data.prompts import (
 )
 from groupwise.data.sources import load_problems
 from groupwise.episodes.tools import calculator
-from groupwise.errors import DataError, ModelError
+from groupwise.errors import ConfigError, DataError, ModelError
 from groupwise.rewards.functions import is_well_formed
 from groupwise.training.setup import prepare
 from groupwise.types import Problem, Prompt
@@ -118,6 +118,26 @@ def test_a_template_that_loses_the_system_turn_silently_is_found_out(with_templa
 def test_a_template_that_refuses_the_conversation_is_named_with_the_problem(with_template: Callable[[str], Any]) -> None:
     with pytest.raises(ModelError, match=r"refuses the conversation of problem p:0 \(never\)"):
         render(problem("6 x 7?"), with_template("{{ raise_exception('never') }}"), CHAT, "Be brief.")
+
+
+THINKS = TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_the_chat_template_is_given_further_arguments(with_template: Callable[[str | None], Any]) -> None:
+    tokenizer = with_template(THINKS)
+    thinking = render(problem("1 + 1?"), tokenizer, CHAT, None)
+    without = render(problem("1 + 1?"), tokenizer, PromptConfig(template_arguments={"enable_thinking": False}), None)
+    assert without.text == thinking.text + "<think></think>"
+    assert tokenizer.decode(without.token_ids) == without.text
+    with pytest.raises(ModelError, match="enable_thinkng, which the model's chat template does not ask for"):
+        render(problem("1 + 1?"), tokenizer, PromptConfig(template_arguments={"enable_thinkng": False}), None)
+
+
+def test_arguments_that_no_template_could_be_given_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has tokenize, which the program itself gives the template"):
+        build_config(overrides=["prompt.template_arguments={tokenize: false}"])
+    with pytest.raises(ConfigError, match="prompt.style is plain, which asks no chat template"):
+        build_config(overrides=["prompt.style=plain", "prompt.template_arguments={enable_thinking: false}"])
 
 
 def test_no_chat_template_is_an_error_with_a_remedy(with_template: Callable[[str | None], Any]) -> None:

@@ -55,6 +55,9 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
         yield "data", ("eval_split",), "the generator makes the held-out problems", "name another source of them"
     if not any(entry.isolate for entry in config.rewards.functions):
         yield "rewards", ("processes",), "no reward function has isolate", "set isolate in an entry of rewards.functions"
+    if config.prompt.style != "chat":
+        without = f"prompt.style is {config.prompt.style}, which asks no chat template"
+        yield "prompt", ("template_arguments",), without, "set style to chat"
     if config.rollout.engine != "vllm":
         yield "rollout", ("vllm",), f"rollout.engine is {config.rollout.engine}", "set engine to vllm"
     if output.keep_best and not (output.checkpoint_every and config.evaluation.every):

@@ -187,6 +187,15 @@ class PromptConfig(Section):
     joined by a line break."""
     system: str = "auto"
     """`auto` (by data set), `xml` (<reasoning>/<answer>), `boxed` (\\boxed{}), `none`, or the text of a system prompt."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the chat template, such as `{enable_thinking: false}` for Qwen3, which then answers without its thoughts."""
+
+    @field_validator("template_arguments")
+    @classmethod
+    def check_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted({"messages", "tools", "tokenize", "add_generation_prompt"} & value.keys()):
+            raise ValueError(f"has {', '.join(taken)}, which the program itself gives the template: leave it out")
+        return value
 
 
 class VllmConfig(Section):
@@ -204,6 +213,8 @@ class VllmConfig(Section):
     """Without `url`: vLLM's share of the GPU, weights included."""
     cache_gib: float | None = Field(default=None, gt=0)
     """Without `url`: memory for keys and values. Set it on CPUs."""
+    max_model_tokens: int | None = Field(default=None, ge=2)
+    """Without `url`: tokens of the longest prompt and completion together. vLLM needs room for one so long. Null: the model's context."""
     eager: bool = False
     """Without `url`: no compilation; up in seconds, and slower."""
     sleep_mode: bool = True

@@ -93,7 +93,8 @@ def render(
     """
     messages = _conversation(problem.question, system)
     if prompt.style == "chat":
-        return _render_chat(problem, tokenizer, messages, tools)
+        more = prompt.template_arguments if tools is None else {**prompt.template_arguments, "tools": [dict(tool) for tool in tools]}
+        return _render_chat(problem, tokenizer, messages, more)
     text = _plain_text(messages) if prompt.style == "plain" else "\n".join(m["content"].strip() for m in messages)
     return Prompt(problem, text, tuple(tokenizer(text)["input_ids"]))
 
@@ -123,13 +124,17 @@ def _plain_text(messages: Sequence[Message]) -> str:
     return "\n".join([*lines, "Assistant: "])
 
 
-def _render_chat(
-    problem: Problem, tokenizer: Any, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None = None
-) -> Prompt:
+def _render_chat(problem: Problem, tokenizer: Any, messages: list[Message], more: Mapping[str, Any]) -> Prompt:
+    """``more``: what the template is given beside the messages."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError("the tokenizer has no chat template: set prompt.style to plain or concat, or take an instruct model")
+    if unknown := [name for name in more if name != "tools" and name not in str(tokenizer.chat_template)]:  # Jinja takes any in silence
+        raise ModelError(
+            f"prompt.template_arguments has {', '.join(unknown)}, which the model's chat template does not ask for: correct the name, or "
+            "leave it out"
+        )
     try:
-        text = _template(tokenizer, messages, tokenize=False, tools=tools)
+        text = _template(tokenizer, messages, more, tokenize=False)
         # Some templates leave a system turn out without a word; the model would never see its instructions.
         whole = messages[0]["role"] != "system" or messages[0]["content"].strip() in text
     except Exception as error:
@@ -139,10 +144,10 @@ def _render_chat(
     if not whole:
         messages = _merge_system(messages)
         try:
-            text = _template(tokenizer, messages, tokenize=False, tools=tools)
+            text = _template(tokenizer, messages, more, tokenize=False)
         except Exception as error:
             raise ModelError(_refused(problem, error)) from error
-    return Prompt(problem, text, tuple(_template(tokenizer, messages, tokenize=True, tools=tools)), tuple(messages))
+    return Prompt(problem, text, tuple(_template(tokenizer, messages, more, tokenize=True)), tuple(messages))
 
 
 def _refused(problem: Problem, error: Exception) -> str:
@@ -152,11 +157,8 @@ def _refused(problem: Problem, error: Exception) -> str:
     )
 
 
-def _template(
-    tokenizer: Any, messages: Sequence[Message], *, tokenize: bool, tools: Sequence[Mapping[str, Any]] | None = None
-) -> Any:
-    described = {} if tools is None else {"tools": [dict(tool) for tool in tools]}
-    rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=tokenize, **described)
+def _template(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, Any], *, tokenize: bool) -> Any:
+    rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=tokenize, **more)
     # transformers 5 returns a BatchEncoding where 4 returned the list of ids.
     return rendered["input_ids"] if tokenize and hasattr(rendered, "keys") else rendered
 

@@ -47,7 +47,7 @@ def open_episodes(
     named = (
         format_of_template(getattr(tokenizer, "chat_template", None)) if rollout.call_format == "auto" else rollout.call_format
     )
-    template = TurnTemplate(tokenizer, end_token_ids, native=FORMATS[named].native)
+    template = TurnTemplate(tokenizer, end_token_ids, config.prompt.template_arguments, FORMATS[named].native)
     environments, agents = None, None
     if rollout.command is not None:
         if open_agents is None:

@@ -275,7 +275,9 @@ def conditions(config: Config, system: str | None, available: int | None = None)
 
 def prompt_format(config: Config, system: str | None) -> str:
     """``chat template, system prompt "Reason in ..."`` in one phrase."""
-    kinds = {"chat": "the model's chat template", "plain": "User:/Assistant:", "concat": "bare text"}
+    given = ", ".join(f"{name}={value!r}" for name, value in config.prompt.template_arguments.items())
+    chat = "the model's chat template" + (f" ({given})" if given else "")
+    kinds = {"chat": chat, "plain": "User:/Assistant:", "concat": "bare text"}
     words = " ".join((system or "").split())
     shown = words if len(words) <= LONGEST_SYSTEM else words[: LONGEST_SYSTEM - 3] + "..."
     return kinds[config.prompt.style] + (f' with the system prompt "{shown}"' if shown else " without a system prompt")

@@ -154,7 +154,7 @@ class Calls:
             return cls(None, None, f"its prompts have no turns (prompt.style is {prompt.style})")
         try:
             named = format_of_template(getattr(tokenizer, "chat_template", None)) if call_format == "auto" else call_format
-            template = TurnTemplate(tokenizer, end_token_ids, native=FORMATS[named].native)
+            template = TurnTemplate(tokenizer, end_token_ids, prompt.template_arguments, FORMATS[named].native)
         except (ConfigError, ModelError) as error:
             return cls(None, None, str(error))
         return cls(FORMATS[named], template, "")

@@ -12,11 +12,12 @@ from groupwise.config.schema import RolloutConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm import protocol, pushing
 from groupwise.engines.vllm.client import Client
-from groupwise.engines.vllm.engine import check_vllm
+from groupwise.engines.vllm.engine import _own, check_vllm
 from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Broken, Refused, StaleWeights
 from groupwise.engines.vllm.pushing import named_weights, packed_buckets
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError
+from groupwise.models.load import Policy
 from tests.engines.with_vllm.model_backend import ModelBackend
 
 SAMPLED = SamplingSettings(max_tokens=8)
@@ -137,6 +138,19 @@ def test_a_prompt_without_room_is_refused_with_the_server_s_words(serve, engine_
     engine = engine_over(serve(tiny_llama(), max_model_tokens=60), tiny_llama())
     with pytest.raises(TrainingError, match="does not sample: too long"):
         engine.sample(make_prompts([55]), 1, SAMPLED, seed=1, scope="s")
+
+
+def test_vllm_in_the_run_s_own_process_is_started_for_as_many_tokens_as_are_asked_for(tiny_llama, tokenizer, monkeypatch):
+    asked = []
+    monkeypatch.setattr("groupwise.engines.vllm.engine.check_versions", lambda: None)
+    monkeypatch.setattr("groupwise.engines.vllm.backend.VllmBackend", lambda options, own_process: asked.append(options))
+    monkeypatch.setattr("groupwise.engines.vllm.service.Service", lambda backend: backend)
+    policy = Policy(tiny_llama(), tokenizer, (2,), context_length=256, name="some/model")
+    for wanted in (None, 48, 1000):
+        rollout = RolloutConfig(engine="vllm", vllm={"max_model_tokens": wanted})
+        assert check_vllm(rollout, policy.model.config, "some/model") == wanted, "prompts are held to it"
+        _own(policy, rollout)
+    assert [options.max_model_tokens for options in asked] == [256, 48, 256]
 
 
 def test_a_sampler_that_did_not_take_the_weights_is_found_out(serve, engine_over, tiny_llama, shifted):

@@ -347,7 +347,8 @@ class VllmEngine(Engine):
 
 
 def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None:
-    """Most tokens of prompt and completion together that vLLM takes; None where another engine samples, or vLLM is not up yet.
+    """Most tokens of prompt and completion together that vLLM takes; None where another engine samples, or vLLM in this process takes the
+    model's context.
 
     Raises ConfigError where no server answers, or one of other versions, with another model, or that works for another run, or where vLLM
     in this process would not do.
@@ -361,7 +362,7 @@ def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None
                 "(python -m groupwise.engines.vllm MODEL) and let rollout.vllm.url name it"
             )
         check_versions()
-        return None
+        return rollout.vllm.max_model_tokens
     return _check_server(_client(rollout.vllm), hf_config, model)
 
 
@@ -422,10 +423,11 @@ def _own(policy: Policy, rollout: RolloutConfig) -> Any:
     from groupwise.engines.vllm.backend import VllmBackend, VllmOptions
     from groupwise.engines.vllm.service import Service
 
-    settings = rollout.vllm
+    settings, context = rollout.vllm, policy.context_length
     options = VllmOptions(
         model=str(policy.model.config._name_or_path), dtype=str(policy.model.dtype).removeprefix("torch."),
-        max_model_tokens=policy.context_length, max_sequences=rollout.max_concurrent_sequences, memory_share=settings.gpu_memory_share,
-        cache_gib=settings.cache_gib, eager=settings.eager, sleeps=settings.sleep_mode and not rollout.ahead,
+        max_model_tokens=min(settings.max_model_tokens or context, context), max_sequences=rollout.max_concurrent_sequences,
+        memory_share=settings.gpu_memory_share, cache_gib=settings.cache_gib, eager=settings.eager,
+        sleeps=settings.sleep_mode and not rollout.ahead,
     )  # fmt: skip
     return Service(VllmBackend(options, own_process=False))
