@@ -62,6 +62,15 @@ def test_a_setting_that_would_do_nothing_is_refused(path):
         assert str(error.value).startswith(f"{path} is {written}, but {reason}")
 
 
+def test_arguments_of_a_template_that_is_not_asked_are_refused():
+    given = {"template_arguments": {"enable_thinking": False}}
+    with pytest.raises(
+        ConfigError, match=r"prompt\.style is plain, which asks no chat template: leave it out, or set style to chat"
+    ):
+        Config(prompt={"style": "plain", **given})
+    assert Config(prompt=given).prompt.template_arguments == {"enable_thinking": False}
+
+
 def test_a_server_that_nobody_would_ask_is_refused():
     server = {"vllm": {"url": "http://127.0.0.1:8300"}}
     with pytest.raises(

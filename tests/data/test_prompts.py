@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from groupwise.config import build_config
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import grade
 from groupwise.data.arithmetic import generate
@@ -120,7 +121,9 @@ def test_a_template_that_refuses_the_conversation_is_named_with_the_problem(with
         render(problem("6 x 7?"), with_template("{{ raise_exception('never') }}"), CHAT, "Be brief.")
 
 
-THINKS = TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+THINKS = (
+    TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
 
 
 def test_the_chat_template_is_given_further_arguments(with_template: Callable[[str | None], Any]) -> None:
@@ -133,11 +136,11 @@ def test_the_chat_template_is_given_further_arguments(with_template: Callable[[s
         render(problem("1 + 1?"), tokenizer, PromptConfig(template_arguments={"enable_thinkng": False}), None)
 
 
-def test_arguments_that_no_template_could_be_given_are_refused() -> None:
-    with pytest.raises(ConfigError, match="has tokenize, which the program itself gives the template"):
-        build_config(overrides=["prompt.template_arguments={tokenize: false}"])
-    with pytest.raises(ConfigError, match="prompt.style is plain, which asks no chat template"):
-        build_config(overrides=["prompt.style=plain", "prompt.template_arguments={enable_thinking: false}"])
+def test_what_the_program_itself_gives_a_template_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="names tokenize, which the program itself gives the template"
+    ):
+        build_config({"prompt": {"template_arguments": {"tokenize": False}}})
 
 
 def test_no_chat_template_is_an_error_with_a_remedy(with_template: Callable[[str | None], Any]) -> None:

@@ -178,6 +178,17 @@ def test_what_an_environment_pays_is_not_known_before_the_run(prepared, function
     assert not {"reward-blind", "end-unpaid"} & found.keys()
 
 
+def test_a_reward_that_requires_what_an_environment_gave_is_not_tried_without(prepared):
+    def twice(completions, environment_reward, **_):
+        return [2 * score for score in environment_reward]
+
+    played = [
+        "rollout.environment=groupwise.episodes.games:HigherOrLower",
+        "rewards.functions=[twice, {function: keyword, arguments: {words: [so]}}]",
+    ]
+    assert not {"reward-fails", "reward-blind"} & rules_of(diagnose_prepared(prepared(played, {"twice": twice}))).keys()
+
+
 def test_a_built_in_reward_that_looks_for_no_answer_is_a_warning(prepared):
     found = rules_of(diagnose_prepared(prepared(["rewards.functions=[{function: keyword, arguments: {words: [zebra]}}]"])))
     assert found["reward-blind"].severity == "warning"

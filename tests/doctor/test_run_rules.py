@@ -2,14 +2,16 @@
 
 import json
 import math
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from groupwise.cli import app
 from groupwise.doctor import RULES, diagnose_run
-from groupwise.doctor.rewarding import disagreeing_verdicts
+from groupwise.doctor.rewarding import disagreeing_verdicts, fallen_accuracy
 from groupwise.tracking.reading import EvaluationRecords, read_run
 from groupwise.types import ToolCall
 
@@ -416,6 +418,20 @@ def test_samples_of_older_weights_are_no_fault_of_the_sampler(tmp_path):
 def test_reward_hacking_shows_without_evaluations_too(tmp_path):
     story = Story(accuracy=lambda p: 0.6 - 0.3 * p, metrics=lambda step, p: {"reward/mean": 1.0 + 2 * p}, evaluations=[])
     assert "accuracy in training" in findings_of(tmp_path / "run", story)["reward-hacking"].summary
+
+
+def test_an_accuracy_that_stays_where_it_is_is_seldom_said_to_fall():
+    """It is looked at again and again, as `Watch` does; a step's accuracy is of 8 problems of unlike difficulty, 8 completions each."""
+    told = 0
+    for seed in range(300):
+        draws = random.Random(seed)
+        problems = ((draws.betavariate(2, 2) for _ in range(8)) for _ in range(109))
+        points = [
+            (step, sum(draws.random() < p for p in of_step for _ in range(8)) / 64) for step, of_step in enumerate(problems, 1)
+        ]
+        looks = [points[:n] for n in (10, 15, 22, 33, 49, 73, 109)]
+        told += any(fallen_accuracy(SimpleNamespace(config=None, series=lambda _, seen=seen: seen)) for seen in looks)
+    assert told < 0.05 * 300
 
 
 def test_a_format_reward_that_is_earned_without_the_form_is_told(tmp_path):

@@ -194,7 +194,7 @@ class PromptConfig(Section):
     @classmethod
     def check_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted({"messages", "tools", "tokenize", "add_generation_prompt"} & value.keys()):
-            raise ValueError(f"has {', '.join(taken)}, which the program itself gives the template: leave it out")
+            raise ValueError(f"names {', '.join(taken)}, which the program itself gives the template: leave it out")
         return value
 
 

@@ -93,7 +93,9 @@ def render(
     """
     messages = _conversation(problem.question, system)
     if prompt.style == "chat":
-        more = prompt.template_arguments if tools is None else {**prompt.template_arguments, "tools": [dict(tool) for tool in tools]}
+        more = (
+            prompt.template_arguments if tools is None else {**prompt.template_arguments, "tools": [dict(tool) for tool in tools]}
+        )
         return _render_chat(problem, tokenizer, messages, more)
     text = _plain_text(messages) if prompt.style == "plain" else "\n".join(m["content"].strip() for m in messages)
     return Prompt(problem, text, tuple(tokenizer(text)["input_ids"]))
@@ -128,7 +130,9 @@ def _render_chat(problem: Problem, tokenizer: Any, messages: list[Message], more
     """``more``: what the template is given beside the messages."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError("the tokenizer has no chat template: set prompt.style to plain or concat, or take an instruct model")
-    if unknown := [name for name in more if name != "tools" and name not in str(tokenizer.chat_template)]:  # Jinja takes any in silence
+    if unknown := [
+        name for name in more if name != "tools" and name not in str(tokenizer.chat_template)
+    ]:  # Jinja takes any in silence
         raise ModelError(
             f"prompt.template_arguments has {', '.join(unknown)}, which the model's chat template does not ask for: correct the name, or "
             "leave it out"
