@@ -137,9 +137,7 @@ def test_the_chat_template_is_given_further_arguments(with_template: Callable[[s
 
 
 def test_what_the_program_itself_gives_a_template_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="names tokenize, which the program itself gives the template"
-    ):
+    with pytest.raises(ConfigError, match="names tokenize, which the program itself gives the template"):
         build_config({"prompt": {"template_arguments": {"tokenize": False}}})
 
 
