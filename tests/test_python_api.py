@@ -4,11 +4,13 @@ import ast
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 import groupwise
@@ -187,6 +189,18 @@ def test_a_result_stands_for_its_folder(result, tmp_path):
             groupwise.generate(result, "1 + 1 = ?", **wrong)
     (judged,) = groupwise.evaluate(result, overrides={"evaluation.problems": 4}, console=Console(quiet=True))
     assert judged.n == 4
+
+
+def test_an_evaluation_by_vllm_has_the_server_of_the_run(result, tmp_path, monkeypatch):
+    folder, asked = Path(shutil.copytree(result.folder, tmp_path / "run")), []
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["rollout"] = {"engine": "vllm", "vllm": {"url": "http://a-node:8300"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.setattr("groupwise.evaluation.evaluate_model", lambda model, config, **_: asked.append(config.rollout) or [])
+    for overrides in ({}, {"rollout.engine": "vllm"}, ["engine=vllm"]):
+        groupwise.evaluate(folder, overrides=overrides, console=Console(quiet=True))
+    assert [rollout.engine for rollout in asked] == ["auto", "vllm", "vllm"]
+    assert [rollout.vllm.url for rollout in asked[1:]] == ["http://a-node:8300"] * 2
 
 
 def test_a_run_that_cannot_learn_is_refused_from_python_too_and_can_be_run_knowingly(result, tmp_path):

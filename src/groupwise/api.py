@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, build_config, load_config
 from groupwise.config.algorithm import written
-from groupwise.config.load import Overrides, find_source
+from groupwise.config.load import Overrides, find_source, read_overrides
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def evaluate(
     from groupwise.models.embedded import fetch_model
     from groupwise.tracking import make_trackers
 
-    config, run_config = settings_for_model(os.fspath(model), data_overrides(data))
-    config = _config(config, overrides)
+    given = {**read_overrides(data_overrides(data)), **read_overrides(overrides)}
+    config, run_config = settings_for_model(os.fspath(model), given)
     refuse_named_code(config, run_config, data=True)
     fetch_model(config.model)
     trackers = make_trackers(config, None, console)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
-from groupwise.config.load import load_config, load_run_config
+from groupwise.config.load import Overrides, load_config, load_run_config, read_overrides
 from groupwise.config.schema import Config, PromptConfig
 from groupwise.data.prompts import resolve_system
 from groupwise.data.readers import names_function
@@ -36,6 +36,7 @@ __all__ = [
     "load_to_ask",
     "make_speaker",
     "refuse_named_code",
+    "run_of",
     "settings_for_model",
     "settings_to_ask",
 ]
@@ -45,13 +46,13 @@ logger = logging.getLogger("groupwise")
 MODEL_FOLDER, CONFIG_FILE, CHECKPOINTS, MANIFEST = "final_model", "config.yaml", "checkpoints", "manifest.json"
 LONGEST_ANSWER = 512
 """Tokens of the longest answer of a model that no run is known of."""
-_MERGED = ("model.revision=null", "model.lora=null", "model.quantization=none")
+_MERGED = {"model.revision": None, "model.lora": None, "model.quantization": "none"}
 """How a run's model differs from the one it began with: of another place, its adapter merged into whole weights."""
-_ALONE = ("model.lora=null",)
+_ALONE = {"model.lora": None}
 """How an adapter alone differs, which goes on the base that the run had."""
 
 
-def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Config, Path | None]:
+def settings_for_model(model: str, overrides: Overrides = ()) -> tuple[Config, Path | None]:
     """The settings with which to use ``model``: those of the run that made it, or the defaults.
 
     ``model`` may be a run's folder, the model inside one, a checkpoint, any model folder, or a name. Returns the config, with
@@ -66,23 +67,25 @@ def settings_for_model(model: str, overrides: Sequence[str] = ()) -> tuple[Confi
     elif (path / MANIFEST).is_file() and (path / "model" / "config.json").is_file():  # a checkpoint
         path, model = path / "model", str(path / "model")
     alone = adapter_in(path) is not None
-    run_config = _run_of(path, alone)
+    run_config = run_of(path, alone)
+    given = read_overrides(overrides)
     if run_config is None:
-        return load_config(None, [f"model.name={model}", *overrides]), None
-    settings = [f"model.name={path}", *(_ALONE if alone else _MERGED)]
-    config = load_run_config(run_config, [*settings, *overrides])
-    if config.rollout.engine_is_external and not any(setting.startswith("rollout.engine=") for setting in overrides):
-        config = load_run_config(run_config, [*settings, "rollout.engine=auto", *overrides])
+        return load_config(None, {"model.name": model, **given}), None
+    settings = {"model.name": str(path), **(_ALONE if alone else _MERGED)}
+    config = load_run_config(run_config, {**settings, **given})
+    if config.rollout.engine_is_external and "rollout.engine" not in given:
+        config = load_run_config(run_config, {**settings, "rollout.engine": "auto", **given})
     return config, run_config
 
 
-def _run_of(path: Path, alone: bool) -> Path | None:
+def run_of(path: Path, alone: bool) -> Path | None:
     """The settings of the run that made the model, or the adapter ``alone``, in ``path``: its final one or a checkpoint's; None where no
     run did."""
     if not path.is_dir():
         return None
     for place in (path.absolute(), path.resolve()):  # a run's model may itself be a link; ``.`` and a link to it have other names
-        runs = [place.parent] if place.name == MODEL_FOLDER else []
+        model = place.parent if alone and place.name == "adapter" else place
+        runs = [model.parent] if model.name == MODEL_FOLDER else []
         if alone:
             runs += [parent for parent in place.parents if (parent / CHECKPOINTS).is_dir()][:1]
         elif place.name == "model" and (place.parent / MANIFEST).is_file() and place.parent.parent.name == CHECKPOINTS:

@@ -324,6 +324,16 @@ def test_a_base_that_an_adapter_s_run_trusted_is_not_trusted_by_merge(groupwise,
     assert (tmp_path / "ran").exists()
 
 
+def test_an_adapter_that_no_run_made_goes_into_the_base_that_it_names(tmp_path):
+    """A config.yaml in a folder above it may be of other models, or of another tool."""
+    adapter = tmp_path / "project" / "out" / "checkpoint-100"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Org/Base"}))
+    for theirs in ("model: {name: Org/Other}", "learning: fast"):
+        (tmp_path / "project" / "config.yaml").write_text(theirs)
+        assert _settings(adapter, None).model.name == "Org/Base"
+
+
 def test_a_revision_stays_with_the_model_that_it_was_set_for(tiny_model, tmp_path):
     """A run that pinned one of the Hub's goes on from its own folders, and a base of another place has none."""
     pinned = {"name": "Org/Model", "revision": "v2", "dtype": "float32", "device": "cpu"}

@@ -228,11 +228,12 @@ def _adapter_in(path: Path) -> Path:
 
 def _settings(folder: Path, base: str | None) -> Config:
     """How the base is loaded: as the run did that made the adapter, else by the name that the adapter gives."""
+    from groupwise.chat import run_of
     from groupwise.config import load_config
     from groupwise.config.load import load_run_config
     from groupwise.errors import ModelError
 
-    run = next((parent / "config.yaml" for parent in folder.parents if (parent / "config.yaml").is_file()), None)
+    run = run_of(folder, alone=True)
     named = [f"model.name={base}"] if base else []
     if run is not None:
         config = load_run_config(run, ["model.lora=null"])

@@ -32,7 +32,7 @@ from groupwise.errors import ConfigError, printable
 
 __all__ = [
     "HIDDEN", "Recipe", "build_config", "build_known", "changed_settings", "dump_config", "find_source", "load_config", "load_run_config",
-    "plain_yaml", "recipes", "remember_style", "yaml_text",
+    "plain_yaml", "read_overrides", "recipes", "remember_style", "yaml_text",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -245,6 +245,12 @@ def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
         yield from ((_resolve(_dotted(str(key))), _merge({}, {"value": value})["value"]) for key, value in overrides.items())
     else:
         yield from map(_parse_override, [overrides] if isinstance(overrides, str) else overrides)
+
+
+def read_overrides(overrides: Overrides) -> dict[str, Any]:
+    """Path and value of each, as overrides that others can be put before and behind."""
+    with _in_one_line():
+        return dict(_pairs(overrides))
 
 
 def dump_config(config: Config) -> str:
