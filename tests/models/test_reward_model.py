@@ -120,6 +120,25 @@ def test_other_architectures(kind):
     assert found == pytest.approx([row[0] for row in slow(model, words, chat_texts(words, PROMPT, said(WORDS)))], abs=1e-4)
 
 
+@pytest.mark.parametrize("around", ["an adapter", "compile"])
+def test_what_is_put_around_a_model_is_looked_through(around):
+    words = tokenizer()
+    model = llama(pad_token_id=words.pad_token_id)
+    texts = chat_texts(words, PROMPT, said(WORDS))
+    plain = [row[0] for row in slow(model, words, texts)]
+    if around == "compile":
+        assert RewardModel(torch.compile(model), words)([PROMPT] * len(WORDS), said(WORDS)) == pytest.approx(plain, abs=1e-4)
+        return
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="SEQ_CLS", init_lora_weights=False)).eval()
+    found = RewardModel(adapted, words)([PROMPT] * len(WORDS), said(WORDS))
+    assert found == pytest.approx([row[0] for row in slow(adapted, words, texts)], abs=1e-4)
+    assert found != pytest.approx(plain, abs=1e-2)
+    before = peft.get_peft_model(llama(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"))
+    with pytest.raises(ModelError, match="a PromptTuningConfig, trained vectors before the prompt"):
+        RewardModel(before, words)
+
+
 def test_forms():
     """Text where there is no template, pairs of texts as cross-encoders want them, and what is left of the system prompt."""
     plain, chat = tokenizer(None), tokenizer()

@@ -23,6 +23,7 @@ from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError, RewardError
 from groupwise.memory import own_memory
 from groupwise.metrics import Mean, Metric
+from groupwise.models.adapters import base_module, is_adapted
 from groupwise.models.folder import check_folder, is_folder_name, only_from_cache
 from groupwise.models.load import (
     caps_attention,
@@ -36,8 +37,25 @@ from groupwise.models.load import (
 from groupwise.models.quiet import quiet
 
 __all__ = [
-    "RewardModel", "check_classifier", "label_index", "load_classifier", "load_classifier_tokenizer", "plan_batches",
+    "RewardModel", "check_classifier", "label_index", "load_classifier", "load_classifier_tokenizer", "plan_batches", "unwrapped",
 ]  # fmt: skip
+
+
+def unwrapped(model: Any) -> Any:
+    """The model of transformers in what ``torch.compile`` and peft put around it; an adapter's layers stay in their places. All
+    else as it is.
+
+    Raises ModelError for vectors before the prompt, which are no such layers.
+    """
+    if not isinstance(model, nn.Module):  # a proxy may have an attribute of every name
+        return model
+    inner: Any = getattr(model, "_orig_mod", model)
+    if is_adapted(inner) and inner.active_peft_config.is_prompt_learning:
+        raise ModelError(
+            f"the reward model has a {type(inner.active_peft_config).__name__}, trained vectors before the prompt, which is not "
+            "covered: call it in a reward function of your own"
+        )
+    return base_module(inner)
 
 
 def check_classifier(config: RewardModelConfig) -> Any:
@@ -131,7 +149,9 @@ def _score_in_float32(model: nn.Module) -> Iterator[None]:
 
     A bfloat16 has 8 significant bits: scores near 10 would be 1/16 apart, and completions of one group would tie.
     """
-    head = getattr(model, "score", None) or getattr(model, "classifier", None)
+    head: Any = getattr(model, "score", None) or getattr(model, "classifier", None)
+    if hasattr(head, "modules_to_save"):  # peft's, around a head that an adapter brings
+        head = head.modules_to_save[head.active_adapters[0]]
     if not isinstance(head, nn.Linear) or head.weight.dtype == torch.float32:
         yield
         return
@@ -189,13 +209,14 @@ class RewardModel:
     """All completions of a step in one call, so that batches are full."""
 
     def __init__(self, model: str | Path | PreTrainedModel, tokenizer: Any = None, **settings: Any) -> None:
-        """``model``: a folder, a Hub name, or a sequence classifier that is loaded already. ``settings``: as in
-        `RewardModelConfig`, such as ``label``, ``max_input_tokens``, ``batch_tokens``.
+        """``model``: a folder, a Hub name, or a sequence classifier that is loaded already, with an adapter or compiled too.
+        ``settings``: as in `RewardModelConfig`, such as ``label``, ``max_input_tokens``, ``batch_tokens``.
 
         A name or folder is checked now and its weights are read by `load`, or by the first call. A loaded one is put in eval mode, since
         dropout would make its scores random. Raises ModelError for a model that
         cannot give scores, RewardError for a bad setting.
         """
+        model = unwrapped(model)
         self._model = model.eval() if isinstance(model, PreTrainedModel) else None
         name = str(model.config._name_or_path or "reward_model") if isinstance(model, PreTrainedModel) else str(model)
         self.settings = _settings(name, settings)
