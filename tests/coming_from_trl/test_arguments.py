@@ -262,6 +262,16 @@ def test_fp16_that_is_set_later_takes_the_place_of_a_bf16_that_nobody_set():
         config.check()
 
 
+def test_a_warmup_ratio_that_is_set_later_counts():
+    config = GRPOConfig("out", warmup_ratio=0.1)
+    config.warmup_ratio = 0.5
+    config.check()
+    assert config.get_warmup_steps(10) == 5
+    config.warmup_steps = 3
+    config.check()
+    assert config.get_warmup_steps(10) == 3
+
+
 def test_numbers_are_what_their_kind_says():
     config = GRPOConfig("out", num_generations=8.0, max_completion_length=64.0, top_k=None, report_to="all")
     assert [type(one) for one in (config.num_generations, config.max_completion_length, config.generation_batch_size)] == [

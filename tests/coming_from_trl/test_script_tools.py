@@ -6,12 +6,15 @@ The policy says what a script says, on both sides: a random model would call not
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 from collections import deque
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -274,6 +277,23 @@ def test_a_call_that_fails_is_told_and_counted(folder, data, arguments, scripted
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
 
 
+def test_a_result_of_any_kind_is_written_by_str(folder, data, arguments, scripted):
+    results = [Decimal("0.10"), np.int64(3), datetime.date(2026, 1, 2), {1}, Echo]
+
+    def gives(which: int) -> Any:
+        """Gives something.
+
+        Args:
+            which: Its number.
+        """
+        return results[which]
+
+    scripted.turns = {"tools": [["".join(call("gives", which=i) for i in range(len(results))), "ok"]]}
+    trainer = GRPOTrainer(str(folder), length, GRPOConfig(**arguments | {"max_steps": 1}), data, tools=[gives])
+    trainer.train()
+    assert [made.result for made in sampled_in(trainer)[0].calls] == [str(result) for result in results]
+
+
 @pytest.mark.parametrize(("rounds", "counts"), [(0, [0, 0, 0, 0]), (1, [2, 1, 0, 7]), (2, [5, 1, 0, 8]), (None, [5, 1, 0, 9])])
 def test_rounds_of_calls_have_a_limit(folder, data, arguments, scripted, rounds, counts):
     """The calls beyond it are not made: the counter does not move."""
@@ -409,6 +429,7 @@ def test_tools_run_one_after_the_other_in_the_training_thread(folder, data, argu
 
 def test_what_cannot_be_is_refused_in_one_sentence(folder, data, arguments, tiny_folder):
     from datasets import Dataset
+    from transformers import AutoTokenizer
 
     def undescribed(a):
         return a
@@ -416,10 +437,13 @@ def test_what_cannot_be_is_refused_in_one_sentence(folder, data, arguments, tiny
     class Endless:
         """No reset."""
 
+    unread = AutoTokenizer.from_pretrained(folder)
+    unread.chat_template = TEMPLATE.replace("<tool_call>", "<function=")
     plain = Dataset.from_dict({"prompt": ["1 + 1 ="] * 4})
     named = data.add_column("environment", ["counter", "clock"] * 3)
     refusals = [
         ({"model": str(tiny_folder), "tools": [multiply]}, "does not support tool calling"),
+        ({"tools": [multiply], "processing_class": unread}, "support tool calling in a form that is read here"),
         ({"tools": [undescribed]}, "undescribed cannot be described"),
         ({"tools": [3]}, "is no function"),
         ({"tools": [multiply], "train_dataset": plain}, "make the prompts conversations"),

@@ -140,8 +140,8 @@ class GRPOConfig(_Fields):
         return int(self.per_device_eval_batch_size)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """``warmup_steps``, or the share of the run that it is below 1."""
-        steps = self.warmup_steps
+        """``warmup_steps``, or the share of the run that it is below 1; without it ``warmup_ratio``."""
+        steps = self.warmup_steps or self.warmup_ratio
         return int(steps) if steps >= 1 else math.ceil(num_training_steps * steps)
 
     def to_dict(self) -> dict[str, Any]:
@@ -271,8 +271,6 @@ def _follow_old_names(args: GRPOConfig) -> None:
     wanted = own.get("_given", {}).get("bf16")  # what the script said: fp16 may have been set since it was derived
     own["bf16"] = not args.fp16 if wanted is None else bool(wanted)
     own["use_cpu"] = args.use_cpu or args.no_cuda
-    if args.warmup_ratio and not args.warmup_steps:
-        own["warmup_steps"] = args.warmup_ratio
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     if "all" in trackers:
         from transformers.integrations import get_available_reporting_integrations

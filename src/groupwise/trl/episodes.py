@@ -21,6 +21,7 @@ from groupwise.episodes.environments import Environments, Partner, Reply, ToolUs
 from groupwise.episodes.formats import FORMATS, Asked, CallFormat, Hermes, format_of_template
 from groupwise.episodes.templates import TurnTemplate
 from groupwise.episodes.tools import Tool, Toolbox, as_text, describe
+from groupwise.errors import ConfigError
 from groupwise.models.load import Policy
 from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.types import Completion, FinishReason, Problem, Prompt, Turn
@@ -171,12 +172,16 @@ def open_script(
     """
     if not tools and not environment_factory:
         return None
-    form = format_of_template(tokenizer.chat_template)
+    try:
+        form = format_of_template(tokenizer.chat_template)
+    except ConfigError:  # whose remedy is a setting of groupwise.train
+        form = "tags"
     template = TurnTemplate(tokenizer, ends, args.chat_template_kwargs)
     if form == "tags" or template.role != "tool":
         raise ArgumentError(
-            "the chat template does not support tool calling, but there are tools or an environment_factory: take a model whose template "
-            "has tools (Qwen 2.5, Qwen 3, Llama 3.1), or use groupwise.train with rollout.tools, which describes them in words"
+            "the chat template does not support tool calling in a form that is read here, but there are tools or an "
+            "environment_factory: take a model whose template has calls as JSON (Qwen 2.5, Qwen 3, Llama 3.1), or use "
+            "groupwise.train with rollout.tools, which describes them in words"
         )
     pool, own, rewards = None, list(tools or ()), dict[type, Callable[..., object]]()
     described = {tool.name: tool for tool in (describe(one, getattr(one, "__name__", repr(one))) for one in own)}
@@ -199,8 +204,9 @@ def open_script(
 
 
 def _as_trl_writes(result: object, name: str) -> str:
-    """Results that are neither text nor lists are written by ``str``: ``True`` and ``None``, not ``true`` and ``null``."""
-    return as_text(str(result) if result is None or isinstance(result, bool | int | float | dict | tuple) else result, name)
+    """Results that are neither text nor lists are written by ``str``: ``True`` and ``None``, not ``true`` and ``null``; so are dates and
+    numbers of any kind."""
+    return as_text(result if isinstance(result, str | list) else str(result), name)
 
 
 def _judged_by(kind: Any) -> Callable[..., object]:
