@@ -18,16 +18,20 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch.optim import lr_scheduler
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations import DVCLiveCallback, TensorBoardCallback, WandbCallback
+from transformers.integrations.integration_utils import WandbLogModel
 
 from groupwise.algorithm import Objective
 from groupwise.algorithm.advantages import maxrl_advantage
+from groupwise.config.schema import OptimizerConfig
 from groupwise.engines.builtin import fast_paths
 from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
 from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import CompletionLog, summary_in
+from groupwise.trl.parts import GivenOptimizer
 from groupwise.trl.rewards import combine
 
 NAMES = {
@@ -157,8 +161,8 @@ def test_async_rewards_run_side_by_side_and_none_is_left_out(tiny_folder, prompt
     assert (row["rewards/one/mean"], row["rewards/two/mean"], row["reward"]) == pytest.approx((1.0, 5.0, 9.0))
 
 
-@pytest.mark.parametrize("as_object", [False, True])
-def test_a_model_as_reward(tiny_folder, chats, letters, settings, tmp_path, as_object):
+@pytest.mark.parametrize("given", ["name", "object", "adapter"])
+def test_a_model_as_reward(tiny_folder, chats, letters, settings, tmp_path, given):
     from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
     folder = tmp_path / "judge"
@@ -169,7 +173,11 @@ def test_a_model_as_reward(tiny_folder, chats, letters, settings, tmp_path, as_o
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.save_pretrained(folder)
     judge = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    trainer = GRPOTrainer(str(tiny_folder), [judge if as_object else str(folder), letters], settings(max_steps=1), chats)
+    reward = str(folder) if given == "name" else judge
+    if given == "adapter":  # its layers are put into the model itself
+        peft = pytest.importorskip("peft")
+        reward = peft.get_peft_model(judge, peft.LoraConfig(r=2, task_type="SEQ_CLS", init_lora_weights=False))
+    trainer = GRPOTrainer(str(tiny_folder), [reward, letters], settings(max_steps=1), chats)
     trainer.train()
     assert trainer.reward_func_names == ["judge", "letters"]
     _, generation = trainer._generation
@@ -216,6 +224,20 @@ def test_tensorboard_writes_where_logging_dir_says(tiny_folder, prompts, letters
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", variable)
     trainer = GRPOTrainer(str(tiny_folder), letters, settings(logging_dir="mine"), prompts, callbacks=[Board])
     assert trainer.pop_callback(Board).logging_dir == (variable or "mine")
+
+
+def test_a_tracker_that_would_save_the_model_by_another_trainer_is_refused_at_once(prompts, letters, settings):
+    class Board(WandbCallback):
+        def __init__(self):  # the package need not be there
+            self._log_model = WandbLogModel("end")
+
+    class Live(DVCLiveCallback):
+        def __init__(self):
+            self._log_model = True
+
+    for callback in (Board, Live()):
+        with pytest.raises(ConfigError, match="unset WANDB_LOG_MODEL and HF_DVCLIVE_LOG_MODEL"):
+            GRPOTrainer("no-such-model", letters, settings(), prompts, callbacks=[callback])
 
 
 def test_evaluation_in_a_run_and_by_itself(tiny_folder, prompts, letters, settings):
@@ -409,6 +431,32 @@ def test_a_limit_below_1_keeps_all_checkpoints_as_in_transformers(tiny_folder, p
     assert sorted(path.name for path in Path(args.output_dir).iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
+def test_the_best_checkpoint_stays_beside_the_newest_as_in_transformers(tiny_folder, prompts, settings):
+    def falling(completions, trainer_state, **kwargs):
+        return [-float(trainer_state.global_step)] * len(completions)
+
+    for steps, resume in ((3, None), (4, True)):
+        args = settings(
+            save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=steps, eval_strategy="steps", eval_steps=1,
+            metric_for_best_model="reward", per_device_eval_batch_size=4,
+        )  # fmt: skip
+        trainer = GRPOTrainer(str(tiny_folder), falling, args, prompts, eval_dataset=prompts.select(range(1)))
+        trainer.train(resume_from_checkpoint=resume)
+        best, newest = (Path(args.output_dir) / f"checkpoint-{step}" for step in (1, steps))
+        assert sorted(Path(args.output_dir).iterdir()) == [best, newest]
+        assert trainer.state.best_model_checkpoint == str(best)
+        assert json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
+
+
+def test_processes_beside_the_first_do_not_look_for_what_it_removes(saved, monkeypatch):
+    output, save_again = saved
+    monkeypatch.setattr(save_again.__self__.learner, "world", SimpleNamespace(on_rank0=lambda action: None))
+    monkeypatch.setattr(checkpoint, "_all", lambda output: [output / "checkpoint-0"])  # as it was a moment ago
+    before = contents(output)
+    save_again()
+    assert contents(output) == before
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_a_schedule_of_milestones_goes_on_after_json(within):
     def make():
@@ -464,6 +512,74 @@ def test_an_optimiser_of_the_script_s_own_keeps_the_rates_of_its_groups(load_tin
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
 
 
+class Growing(torch.optim.SGD):
+    """Its steps grow by a count in its group, as those of Prodigy and of schedule-free optimisers do, and by one beside each weight."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["scale"] = group.get("scale", 0.0) + 1 / 3
+            for parameter in group["params"]:
+                own = self.state[parameter]
+                own["times"] = own.get("times", 0.0) + 0.1
+                own["mean"] = own.get("mean", 0) + parameter.grad
+                parameter.data -= group["lr"] * group["count"] * group["scale"] * own["times"] * own["mean"]
+
+
+def test_numbers_that_an_optimiser_of_the_script_s_own_keeps_are_resumed():
+    def steps(weight, optimizer, count):
+        for _ in range(count):
+            weight.grad = weight.detach().clone()
+            optimizer.step(0.1)
+
+    def make(start):
+        weight = torch.nn.Parameter(start.clone())
+        return weight, GivenOptimizer(Growing([weight], lr=0.1), [weight], OptimizerConfig())
+
+    whole = make(torch.linspace(0, 1, 5))
+    steps(*whole, 2)
+    state, halfway = load(save(whole[1].state())), whole[0].detach().clone()
+    steps(*whole, 2)
+    resumed = make(halfway)
+    resumed[1].load_state(state)
+    steps(*resumed, 2)
+    assert torch.equal(whole[0], resumed[0])
+    group = resumed[1].adamw.param_groups[0]
+    assert (group["count"], type(group["scale"]), type(resumed[1].adamw.state[resumed[0]]["times"])) == (4, float, float)
+
+
+def test_what_an_optimiser_keeps_and_no_checkpoint_holds_is_said_after_the_first_step(load_tiny, prompts, letters, settings):
+    class Listing(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["factors"] = [torch.ones(1)]
+
+    def train(**changes):
+        model = load_tiny()
+        own = (Listing(model.parameters(), lr=0.1), None)
+        GRPOTrainer(model, letters, settings(max_steps=2, **changes), prompts, optimizers=own).train()
+
+    with pytest.raises(ConfigError, match=r"the Listing in optimizers= keeps 'factors', a list, .* set save_only_model=True"):
+        train(save_strategy="steps", save_steps=500)
+    train()
+    train(save_strategy="steps", save_steps=1, save_only_model=True)
+
+
+def test_a_schedule_that_steps_by_a_metric_is_refused(load_tiny, prompts, letters, settings):
+    model = load_tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="is a ReduceLROnPlateau, whose steps need a metric"):
+        GRPOTrainer(model, letters, settings(), prompts, optimizers=(optimizer, lr_scheduler.ReduceLROnPlateau(optimizer)))
+
+
+def test_a_model_on_several_devices_is_refused(load_tiny, prompts, letters, settings):
+    model = load_tiny()
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(ModelError, match="lies on several devices"):
+        GRPOTrainer(model, letters, settings(), prompts)
+
+
 def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prompts, letters, settings, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -497,6 +613,22 @@ def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prom
     assert more.state.log_history[0]["loss/far"] == pytest.approx(0, abs=1e-5), (
         "also of a loss that reads the reference by itself"
     )
+
+
+def test_a_run_of_an_adapter_with_a_name_of_its_own_is_resumed(load_tiny, prompts, letters, settings, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(load_tiny(), config).save_pretrained(tmp_path / "adapter")
+
+    def make(name):
+        model = peft.PeftModel.from_pretrained(load_tiny(), tmp_path / "adapter", adapter_name="policy", is_trainable=True)
+        args = settings(output_dir=str(tmp_path / name), save_strategy="steps", save_steps=1, learning_rate=1e-2)
+        return GRPOTrainer(model, letters, args, prompts)
+
+    whole, resumed = make("whole"), make("resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert same(weights(whole), weights(resumed))
 
 
 @pytest.mark.parametrize("kind", ["4bit", pytest.param("8bit", marks=pytest.mark.slow)])
@@ -681,6 +813,24 @@ def test_an_unfit_evaluation_is_said_before_training(
     with pytest.raises(error, match=sentence):
         GRPOTrainer(str(tiny_folder), letters, args, prompts, evaluation)
     GRPOTrainer(str(tiny_folder), letters, settings(), prompts, evaluation)  # which is not evaluated by itself
+
+
+def test_a_column_that_a_reward_function_lacks_is_said_before_anything_is_sampled(tiny_folder, prompts, settings):
+    def needs(completions, answer, trainer_state, log_extra, log_metric):
+        raise AssertionError("it was called")
+
+    def make(**changes):
+        args = settings(eval_strategy="steps" if "eval_dataset" in changes else "no")
+        return GRPOTrainer(str(tiny_folder), needs, args, **{"train_dataset": prompts, **changes})
+
+    bare = prompts.remove_columns("answer")
+    for attempt in (
+        lambda: make(train_dataset=bare),
+        lambda: make(eval_dataset=bare),
+        lambda: make().evaluate(bare),
+    ):
+        with pytest.raises(RewardError, match="'needs' needs 'answer', but the data has no such column"):
+            attempt()
 
 
 def test_what_a_set_transform_gives_is_asked_for_each_time(tiny_folder, letters, settings):
@@ -1056,7 +1206,9 @@ def test_code_that_comes_with_a_model_is_asked_for_in_trl_s_words(tiny_folder, p
     assert isinstance(refusal.value, ValueError)
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "_generate", "_save_checkpoint", "create_optimizer", "evaluation_loop"])
+@pytest.mark.parametrize(
+    "name", ["compute_loss", "_generate", "_save_checkpoint", "save_model", "create_optimizer", "evaluation_loop"]
+)
 def test_a_method_that_would_be_overridden_in_vain_is_an_error(name):
     mixin = type("Mixin", (), {name: lambda self: None})
     for bases in ((GRPOTrainer,), (mixin, GRPOTrainer)):

@@ -110,11 +110,13 @@ def attach(model: Any, peft_config: Any, seed: int = 0) -> Any:
 
 
 def load_adapter(model: Any, folder: Path) -> None:
-    """Overwrite the adapter's weights by those that ``model.save_pretrained(folder)`` wrote."""
+    """Overwrite the active adapter's weights by those that ``model.save_pretrained(folder)`` wrote: below its name, unless that is
+    ``default``."""
     from safetensors.torch import load_file
 
-    peft = require_peft()
-    loaded = peft.set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    peft, name = require_peft(), model.active_adapter
+    file = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
+    loaded = peft.set_peft_model_state_dict(model, load_file(file), adapter_name=name)
     if loaded.unexpected_keys:
         raise ModelError(f"the adapter in {folder} has {loaded.unexpected_keys[0]}, which this one lacks: use the same settings")
 

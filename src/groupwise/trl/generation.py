@@ -84,7 +84,7 @@ class PromptSet:
         self._kept: dict[int, Prompt] = {}
         self._marks: dict[tuple[str, ...], int] = {}
         self.dataset = dataset = self._rows(dataset, args)
-        if isinstance(dataset, Stream):
+        if self.is_stream:
             self.shuffles = False
             return
         environments = episodes and episodes.environments
@@ -123,14 +123,19 @@ class PromptSet:
 
     def follow(self, args: GRPOConfig) -> None:
         """Of a stream, as many rows as the steps of ``args`` take now."""
-        if isinstance(self.dataset, Stream):
+        if self.is_stream:
             self.dataset.rows = _rows_of_stream(args)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether rows are read when they are asked for, and in order alone."""
+        return isinstance(self.dataset, Stream)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Prompt:
-        if isinstance(self.dataset, Stream) or not self._keeps:
+        if self.is_stream or not self._keeps:
             return self._render(index, self.dataset[index])
         if index not in self._kept:
             self._kept[index] = self._render(index, self.dataset[index])

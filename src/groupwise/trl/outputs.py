@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import (
     CallbackHandler,
@@ -51,24 +50,36 @@ Callback = TrainerCallback | type[TrainerCallback]
 logger = logging.getLogger("groupwise")
 
 
-def callback_handler(
-    args: GRPOConfig, callbacks: Sequence[Callback] | None, model: torch.nn.Module, tokenizer: Any, optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler | None,
-) -> CallbackHandler:  # fmt: skip
-    """transformers' defaults, trackers that ``report_to`` names, the script's own, and a progress bar or printed logs."""
+def callback_handler(args: GRPOConfig, callbacks: Sequence[Callback] | None) -> CallbackHandler:
+    """transformers' defaults, trackers that ``report_to`` names, the script's own, and a progress bar or printed logs. The model and
+    its optimiser are put in when they are there."""
     from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
     display = PrinterCallback if args.disable_tqdm else ProgressCallback
     try:
         trackers = get_reporting_integration_callbacks(args.report_to)
         chosen = [DefaultFlowCallback, *trackers, *(callbacks or []), display]
-        handler = CallbackHandler(chosen, model, tokenizer, optimizer, scheduler)
+        handler = CallbackHandler(chosen, None, None, None, None)
     except (ValueError, RuntimeError) as error:  # an unknown tracker, or one whose package is not installed
         raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
     for callback in handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
             callback.logging_dir = args.logging_dir  # transformers 4 asks args
+    _refuse_uploads(handler)
     return handler
+
+
+def _refuse_uploads(handler: CallbackHandler) -> None:
+    """Raise ArgumentError for a tracker that would end a run by an AttributeError: it makes transformers' own trainer to save the model."""
+    from transformers.integrations import DVCLiveCallback, WandbCallback
+
+    for callback in handler.callbacks:
+        wanted = getattr(callback, "_log_model", None) if isinstance(callback, DVCLiveCallback | WandbCallback) else None
+        if getattr(wanted, "is_enabled", wanted is True):
+            raise ArgumentError(
+                f"{type(callback).__name__} is to log the model, for which it makes transformers' own trainer: unset WANDB_LOG_MODEL and "
+                "HF_DVCLIVE_LOG_MODEL, leave out log_model=True, and log the folder of save_model() after train()"
+            )
 
 
 def words_about(args: GRPOConfig, model: str | torch.nn.Module, quantization_config: object) -> Iterator[str]:
@@ -253,6 +264,7 @@ class Outputs:
 
     def add_callback(self, callback: Callback) -> None:
         self.callback_handler.add_callback(callback)
+        _refuse_uploads(self.callback_handler)
 
     def remove_callback(self, callback: Callback) -> None:
         self.callback_handler.remove_callback(callback)

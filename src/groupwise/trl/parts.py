@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,7 @@ from groupwise.episodes import playing
 from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
 from groupwise.models.decoder import Decoder
-from groupwise.models.devices import with_dtype
+from groupwise.models.devices import has_device_map, with_dtype
 from groupwise.models.load import (
     Policy,
     attention_for,
@@ -206,17 +207,39 @@ class GivenOptimizer(MasterAdamW):
         self.adamw.step()
 
     def state(self) -> dict[str, Tensor]:
-        """The optimiser's own state, ``index.key`` -> tensor."""
-        state = self.adamw.state_dict()["state"]
-        return {f"{i}.{k}": torch.as_tensor(v).clone() for i, values in state.items() for k, v in values.items() if v is not None}
+        """What the optimiser keeps, ``index.key`` -> tensor. Its groups may keep what changes too, such as a step size that it finds:
+        ``group.index.key``. The name of what is a number, and no tensor, begins with ``number.``; what is neither is left out."""
+        whole, found = self.adamw.state_dict(), dict[str, Tensor]()
+        for kind, kept in (("", whole["state"].items()), ("group.", enumerate(whole["param_groups"]))):
+            for index, values in kept:
+                for key, value in values.items():
+                    if isinstance(value, Tensor):
+                        found[f"{kind}{index}.{key}"] = value.clone()
+                    elif isinstance(value, int | float):
+                        exact = torch.float64 if isinstance(value, float) else None
+                        found[f"number.{kind}{index}.{key}"] = torch.tensor(value, dtype=exact)
+        return found
+
+    def check_kept(self) -> None:
+        """Raise ConfigError where the optimiser keeps what a checkpoint does not hold. Most keep nothing before their first step."""
+        for values in self.adamw.state_dict()["state"].values():
+            for key, value in values.items():
+                if not isinstance(value, Tensor | int | float | None):
+                    raise ConfigError(
+                        f"the {type(self.adamw).__name__} in optimizers= keeps {key!r}, a {type(value).__name__}, but a checkpoint holds "
+                        "tensors and numbers: set save_only_model=True or save_strategy='no', or take another optimiser"
+                    )
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``state`` gave; learning rates are the scheduler's to set."""
-        by_index: dict[int, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            index, _, name = key.partition(".")
-            by_index.setdefault(int(index), {})[name] = value
-        self.adamw.load_state_dict({"state": by_index, "param_groups": self.adamw.state_dict()["param_groups"]})
+        groups = self.adamw.state_dict()["param_groups"]
+        of_group, of_parameter = dict(enumerate(groups)), defaultdict[int, dict[str, Any]](dict)
+        for name, tensor in state.items():
+            value = tensor.item() if name.startswith("number.") else tensor
+            place = name.removeprefix("number.")
+            index, _, key = place.removeprefix("group.").partition(".")
+            (of_group if place.startswith("group.") else of_parameter)[int(index)][key] = value
+        self.adamw.load_state_dict({"state": dict(of_parameter), "param_groups": groups})
 
 
 def make_scheduler(args: GRPOConfig, optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
@@ -363,6 +386,11 @@ def _load_quantised(config: ModelConfig, how: Any) -> Any:
 
 
 def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, adapted: bool) -> Policy:
+    if has_device_map(base_module(model)):
+        raise ModelError(
+            "the model lies on several devices (device_map), where it cannot learn: load it without device_map, or pass its name and "
+            "start the script by accelerate launch --config_file launch/fsdp2-8gpu.yaml"
+        )
     if model.dtype not in (torch.float32, torch.bfloat16, *([torch.float16] if args.fp16 else [])):
         raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16, or in float16 with fp16=True")
     quantised = getattr(base_module(model), "is_quantized", False)

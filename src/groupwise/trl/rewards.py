@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,14 @@ from groupwise.config.rewards import RewardFunctionConfig
 from groupwise.episodes.formats import CallFormat
 from groupwise.errors import ConfigError, RewardError
 from groupwise.metrics import Metric
-from groupwise.models.reward_model import RewardModel
-from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, plan_calls
+from groupwise.models.reward_model import RewardModel, unwrapped
+from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, plan_calls, require_columns
 from groupwise.rewards.load import load_reward
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.scores import BadResult
 from groupwise.trl.config import GRPOConfig
 from groupwise.trl.episodes import ScriptEpisodes, conversation
-from groupwise.types import Completion, Prompt
+from groupwise.types import Completion, Problem, Prompt
 
 __all__ = ["Judge", "RewardFunction", "RewardFunctions", "combine"]
 
@@ -132,7 +132,8 @@ class RewardFunctions:
         of_environments = [] if episodes is None else list(episodes.rewards.values())
         listed, given, weights = check_functions(functions, args, tokenizers, bool(of_environments))
         self.functions: list[Callable[..., object]] = [
-            Judge(f, t, args, device) if isinstance(f, str | PreTrainedModel) else f for f, t in zip(listed, given, strict=True)
+            Judge(f, t, args, device) if isinstance(unwrapped(f), str | PreTrainedModel) else f
+            for f, t in zip(listed, given, strict=True)
         ]
         self.functions += of_environments
         self.weights = torch.tensor([*weights, *[1.0] * len(of_environments)], dtype=torch.float64)
@@ -146,6 +147,11 @@ class RewardFunctions:
         self._arguments = _Arguments("plain", form=None if episodes is None else episodes.format)
         self.shown = self._arguments.shown
         self._caller = _Caller(self._arguments, None, len(listed), ProcessPool({}, 1, set()))
+
+    def check_columns(self, problem: Problem, extras: Iterable[str]) -> None:
+        """Raise RewardError for a function that needs what neither ``problem`` nor ``extras``, keywords beside its columns, has."""
+        for reward in self._loaded:
+            require_columns(reward, [*self._arguments.names(problem), *extras])
 
     def score(self, batch: Batch, extras: Mapping[str, object]) -> list[Scores]:
         """``[function][completion]``; None where a function says that it does not apply. ``async`` ones run side by side.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import statistics
 import time
@@ -68,11 +69,14 @@ _INTERNALS = frozenset(
     """_calculate_rewards _compute_loss _generate _generate_and_score_completions _generate_single_turn _get_eval_sampler
     _get_per_token_logps_and_entropies _get_tool_suffix_ids _get_train_sampler _load_optimizer_and_scheduler _log_completion_extra
     _log_metric _prepare_inputs _save_checkpoint _set_signature_columns_if_needed _tokenize_prompts _tool_call_loop compute_loss
-    get_eval_dataloader get_gamma_weights get_high_entropy_mask get_off_policy_mask get_train_dataloader prediction_step
+    get_eval_dataloader get_gamma_weights get_high_entropy_mask get_off_policy_mask get_train_dataloader prediction_step save_model
     training_step""".split()  # noqa: SIM905
 )
-"""Methods of TRL's own trainer that a subclass would override in vain; those of transformers' are asked of it."""
+"""Methods of TRL's own trainer that a subclass would override in vain, ``save_model`` for checkpoints; those of transformers' are asked
+of it."""
 _MOST_DROPPED = 5
+_KEYWORDS = ("trainer_state", "log_extra", "log_metric")
+"""What every reward function may ask for beside columns, prompts and completions."""
 Optimizers = tuple[torch.optim.Optimizer | None, LRScheduler | None]
 
 
@@ -142,12 +146,19 @@ class GRPOTrainer(Outputs):
                 "rollout_func samples for one process and makes its own calls of tools: leave out tools and environment_factory, and start "
                 "the script in one process; or leave it out, and make it an environment_factory"
             )
+        if optimizers[1] is not None and "metrics" in inspect.signature(type(optimizers[1]).step).parameters:
+            raise ArgumentError(
+                f"the schedule in optimizers= is a {type(optimizers[1]).__name__}, whose steps need a metric, but an update has none: pass "
+                "another schedule, or None for that of lr_scheduler_type"
+            )
+        self.callback_handler = callback_handler(args, callbacks)
         check_functions(reward_funcs, args, reward_processing_classes, environment_factory is not None)
         self._make()
+        handler = self.callback_handler
+        handler.model, handler.processing_class = self.model, self.processing_class
+        handler.optimizer, handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.rewards = RewardFunctions(reward_funcs, args, reward_processing_classes, self.policy.device, self.episodes)
         self.reward_func_names = self.rewards.names
-        room = self.policy.context_length - args.max_completion_length
-        self._prompts = lambda dataset, which: PromptSet(dataset, self.processing_class, args, which, room, self.episodes)
         self._generation: tuple[tuple[int, int], Generation] | None = None
         self._read: Any = None
         self._read_training_set()
@@ -158,12 +169,18 @@ class GRPOTrainer(Outputs):
         self.entropy = EntropyControl(args)
         self.state = self._new_state()
         self.control = TrainerControl()
-        self.callback_handler = callback_handler(
-            args, callbacks, self.model, self.processing_class, self.optimizer, self.lr_scheduler
-        )
         self.completion_log = CompletionLog(args, self.world.is_first)
         self._numbers: dict[str, list[float]] = defaultdict(list)
         self.control = self._event("on_init_end")
+
+    def _prompts(self, dataset: Any, which: str) -> PromptSet:
+        """Those of a data set. One without the columns that reward functions need is refused before a generation is sampled."""
+        room = self.policy.context_length - self.args.max_completion_length
+        prompts = PromptSet(dataset, self.processing_class, self.args, which, room, self.episodes)
+        if not prompts.is_stream and not self.rollout_func:  # which brings columns
+            played = self.episodes is not None and self.episodes.environments is not None
+            self.rewards.check_columns(prompts[0].problem, (*_KEYWORDS, "environments") if played else _KEYWORDS)
+        return prompts
 
     def _read_training_set(self) -> None:
         """The training prompts and their schedule, as far as ``train_dataset`` is another one than before or ``max_steps`` takes other
@@ -334,6 +351,8 @@ class GRPOTrainer(Outputs):
         rate = float(self.lr_scheduler.get_last_lr()[0])
         self._fill_gradients("policy/loss" in found)
         stepped = self.learner.step(rate)
+        if self.state.global_step == 0 and self.args.save_strategy != "no":
+            self._check_optimizer()
         self.control = self._event("on_optimizer_step")
         self.lr_scheduler.step()
         self.engine.refresh(self.learner.updates)
@@ -558,7 +577,12 @@ class GRPOTrainer(Outputs):
             numbers[name].append(number)
         return whole_loss(found)
 
+    def _check_optimizer(self) -> None:
+        if isinstance(self.learner.optimizer, GivenOptimizer) and not self.args.save_only_model:
+            self.learner.optimizer.check_kept()
+
     def _save_checkpoint(self) -> None:
+        self._check_optimizer()
         only_model, limit = self.args.save_only_model, self.args.save_total_limit
         checkpoints.save(Path(self.args.output_dir), self.policy, self.learner, self.state, only_model=only_model, limit=limit)
         self._saved = self.state.global_step
