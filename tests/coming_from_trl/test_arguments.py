@@ -303,6 +303,17 @@ def test_what_trl_runs_is_translated(arguments):
         assert config.greater_is_better is True
 
 
+def test_what_is_better_follows_a_metric_that_is_named_later():
+    config = GRPOConfig("out", metric_for_best_model="reward")
+    config.metric_for_best_model = "eval_loss"
+    config.check()
+    assert config.greater_is_better is False
+    said = GRPOConfig("out", metric_for_best_model="reward", greater_is_better=True)
+    said.metric_for_best_model = "eval_loss"
+    said.check()
+    assert said.greater_is_better is True
+
+
 def test_cispo_counts_what_it_holds_down_as_trl_does():
     """Tokens with a positive advantage alone."""
     import torch

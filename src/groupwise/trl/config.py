@@ -78,7 +78,7 @@ class GRPOConfig(_Fields):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ARGUMENTS:
             value = _plain(ARGUMENTS[name], value)
-            if name in (*_FOLLOW, "bf16"):
+            if name in (*_FOLLOW, "bf16", "greater_is_better"):
                 self.__dict__.setdefault("_given", {})[name] = value
             if self.__dict__.get("_checked") and (problem := _problem_of(name, value)):
                 raise _told([problem])
@@ -268,8 +268,8 @@ def _follow_old_names(args: GRPOConfig) -> None:
     own["output_dir"] = "trainer_output" if args.output_dir is None else os.path.expanduser(args.output_dir)
     own["logging_dir"] = None if args.logging_dir is None else os.path.expanduser(args.logging_dir)
     own["scale_rewards"] = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
-    wanted = own.get("_given", {}).get("bf16")  # what the script said: fp16 may have been set since it was derived
-    own["bf16"] = not args.fp16 if wanted is None else bool(wanted)
+    said = own.get("_given", {})  # by the script: what these follow may have been set since they were derived
+    own["bf16"] = not args.fp16 if said.get("bf16") is None else bool(said["bf16"])
     own["use_cpu"] = args.use_cpu or args.no_cuda
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     if "all" in trackers:
@@ -278,7 +278,7 @@ def _follow_old_names(args: GRPOConfig) -> None:
         trackers = get_available_reporting_integrations()
     own["report_to"] = [name for name in trackers if name != "none"]
     own |= {name: value for name, value in (args.generation_kwargs or {}).items() if name in _OF_GENERATION}
-    if args.metric_for_best_model and args.greater_is_better is None:
+    if args.metric_for_best_model and said.get("greater_is_better") is None:
         own["greater_is_better"] = not args.metric_for_best_model.endswith("loss")
     if args.eval_strategy != "no" and not args.eval_steps:
         own["eval_steps"] = args.logging_steps
