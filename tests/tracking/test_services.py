@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import struct
+import sys
 import threading
 import time
 
@@ -90,6 +91,18 @@ def test_a_package_that_is_not_there_is_told_before_the_run_with_its_extra(name,
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *rest: None if wanted == name else found(wanted, *rest))
     with pytest.raises(ConfigError, match=rf"pip install 'groupwise\[{name}\]'"):
         prepare(config)
+
+
+@pytest.mark.parametrize("name", sorted(services.SERVICES))
+def test_a_folder_of_that_name_is_no_package(name, tmp_path, monkeypatch):
+    """A service's own folder of runs in the working directory, where Python finds a namespace."""
+    config = load_config("quickstart", [f"output.trackers=[{name}]"])
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert importlib.util.find_spec(name) is not None
+    with pytest.raises(ConfigError, match=rf"the package {name} is not installed: pip install 'groupwise\[{name}\]'"):
+        services.check_trackers(config)
 
 
 def test_every_service_is_an_extra_of_the_package():

@@ -46,7 +46,8 @@ def check_trackers(config: Config) -> None:
     ConfigError: a package that ``output.trackers`` needs is not installed.
     """
     for name in config.output.trackers:
-        if name in SERVICES and importlib.util.find_spec(name) is None:
+        # A folder wandb/ of earlier runs in the working directory is found too, but as a namespace, which has no origin.
+        if name in SERVICES and getattr(importlib.util.find_spec(name), "origin", None) is None:
             raise ConfigError(
                 f"output.trackers names {name}, but the package {name} is not installed: pip install 'groupwise[{name}]', or leave it out"
             )
