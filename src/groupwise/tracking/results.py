@@ -39,7 +39,8 @@ class RunResult:
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str]) -> RunResult:
-        """The result of a run that was made before; of one that is going on, as far as it is. Raises ConfigError for any other folder."""
+        """The result of a run that was made before; of one that has not ended, as far as it is, but without its
+        ``evaluations``. Raises ConfigError for any other folder."""
         run = read_run(Path(folder))
         return cls(run.path, dict(run.summary or {"steps": run.last_step}))
 
@@ -86,7 +87,8 @@ class RunResult:
     @property
     def evaluations(self) -> DataFrame:
         """A row for each stage and mode: shares of right answers (``strict``, ``lenient``) with the ends of their 95% intervals. Of
-        episodes further ``success`` and what went on in them (``evaluation.figures.of_episodes``)."""
+        episodes further ``success`` and what went on in them (``evaluation.figures.of_episodes``). None of a run
+        that has not ended: `write_report` shows what it has."""
         from pandas import DataFrame
 
         return DataFrame([_flat(row) for row in self._evaluation_rows()])
