@@ -117,8 +117,9 @@ def evaluate(
     """Judge a model (its folder, a run's, a `RunResult`, or a name) on held-out problems; an `Evaluation` for each of
     ``evaluation.modes`` (``sampled``, ``greedy``).
 
-    ``data``: such as ``gsm8k:test``, or a file; by default what the run held out. A model that a run made is asked as it was trained.
-    Raises ConfigError, DataError or ModelError for settings, data or a model that cannot be used.
+    ``data``: such as ``gsm8k:test``, or a file; by default what the run held out. A model that a run made is asked as it was trained;
+    with `prompt.system: auto` the form of the answer is that of ``data``. Raises ConfigError, DataError or ModelError for settings, data or
+    a model that cannot be used.
     """
     from groupwise.chat import refuse_named_code, settings_for_model
     from groupwise.evaluation import evaluate_model

@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from groupwise.config.load import Overrides, load_config, load_run_config, read_overrides
-from groupwise.config.schema import Config, PromptConfig
+from groupwise.config.schema import Config, DataConfig, PromptConfig
+from groupwise.data.named import canonical_name, is_prepared
 from groupwise.data.prompts import resolve_system
 from groupwise.data.readers import names_function
 from groupwise.distributed import World
@@ -35,6 +36,7 @@ __all__ = [
     "check_text",
     "load_to_ask",
     "make_speaker",
+    "note_on_form",
     "refuse_named_code",
     "run_of",
     "settings_for_model",
@@ -50,6 +52,9 @@ _MERGED = {"model.revision": None, "model.lora": None, "model.quantization": "no
 """How a run's model differs from the one it began with: of another place, its adapter merged into whole weights."""
 _ALONE = {"model.lora": None}
 """How an adapter alone differs, which goes on the base that the run had."""
+_OF_THE_SOURCE: dict[str, Any] = {"data.subset": None, "data.split": "train"}
+_OF_THE_COLUMNS: dict[str, Any] = {"data.prompt_column": None, "data.answer_column": None, "data.answer_format": "auto"}
+"""How the data that a run's model is asked differ from the run's own."""
 
 
 def settings_for_model(model: str, overrides: Overrides = ()) -> tuple[Config, Path | None]:
@@ -73,9 +78,35 @@ def settings_for_model(model: str, overrides: Overrides = ()) -> tuple[Config, P
         return load_config(None, {"model.name": model, **given}), None
     settings = {"model.name": str(path), **(_ALONE if alone else _MERGED)}
     config = load_run_config(run_config, {**settings, **given})
+    if given and (left := _of_other_data(load_run_config(run_config).data, config.data)):
+        settings |= left
+        config = load_run_config(run_config, {**settings, **given})
     if config.rollout.engine_is_external and "rollout.engine" not in given:
         config = load_run_config(run_config, {**settings, "rollout.engine": "auto", **given})
     return config, run_config
+
+
+def _of_other_data(own: DataConfig, asked: DataConfig) -> dict[str, Any]:
+    """What of a run's ``own`` data does not hold for the data that are ``asked``. Its columns may be those of another file too, but not
+    those of a data set known by name, or of a prepared folder."""
+    name = canonical_name(asked.source)
+    if asked.source == own.source or (name is not None and name == canonical_name(own.source)):
+        return {}
+    return _OF_THE_SOURCE | (_OF_THE_COLUMNS if name is not None or is_prepared(asked.source) else {})
+
+
+def note_on_form(config: Config, run_config: Path) -> str | None:
+    """A sentence where ``prompt.system: auto`` asks a run's model for answers in another form than it was trained with; else None."""
+    own = load_run_config(run_config)
+    if not own.prompt.system == config.prompt.system == "auto":
+        return None
+    trained, asked = resolve_system(own.prompt, own.data)[1], resolve_system(config.prompt, config.data)[1]
+    if trained == asked:
+        return None
+    return (
+        f"prompt.system is auto, which asks for {asked} answers with {config.data.source}, and the run was trained with {trained}: "
+        f"prompt.system={trained} asks as it was trained"
+    )
 
 
 def run_of(path: Path, alone: bool) -> Path | None:

@@ -14,11 +14,13 @@ from groupwise.chat import Speaker, answer_lines, refuse_named_code, settings_fo
 from groupwise.cli.models import _settings, converse
 from groupwise.config import build_config, dump_config, load_config
 from groupwise.config.load import load_run_config
-from groupwise.config.schema import ModelConfig, PromptConfig
+from groupwise.config.schema import DataConfig, ModelConfig, PromptConfig
 from groupwise.data.named import NAMED
+from groupwise.data.sources import load_held_out, load_problems, save_prepared
 from groupwise.durable import write_bytes
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError
+from groupwise.evaluation.models import data_overrides
 from groupwise.models.load import with_base
 from groupwise.training.start import _load
 from groupwise.types import Completion
@@ -496,11 +498,68 @@ def test_a_name_as_long_as_a_file_s_may_be_is_written(tmp_path):
     ],
 )
 def test_data_says_what_is_judged(data, source, eval_source, eval_split):
-    from groupwise.evaluation.models import data_overrides
-
     chosen = load_config("gsm8k-0.5b", ["data.folder=/data", *data_overrides(data)]).data
     assert (chosen.source, chosen.eval_source, chosen.eval_split) == (source, eval_source, eval_split)
     assert chosen.folder == ("/data" if source in NAMED else None), "where data sets known by name are looked for"
+
+
+TABLE = ["data.source=table.csv", "data.prompt_column=task", "data.answer_column=result"]
+"""Data of a run's own."""
+
+
+@pytest.fixture
+def own_data(run_folder, tmp_path, monkeypatch):
+    """Write the settings of a run with other data, in a folder with GSM8K and AIME as files, two tables and a prepared set."""
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}\n')
+    (tmp_path / "table.csv").write_text("task,result\n2 + 3?,#### 5\n3 + 3?,#### 6\n")
+    shutil.copy(tmp_path / "table.csv", tmp_path / "other.csv")
+    save_prepared(load_problems(DataConfig(source=str(tmp_path / "sums.jsonl"), holdout=3)), str(tmp_path / "prepared"))
+    (tmp_path / "aime24.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GROUPWISE_DATA", str(tmp_path))
+
+    def write(*settings):
+        config = load_config("quickstart", ["data.holdout=1", *settings])
+        (run_folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        return run_folder
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "answers"),
+    [
+        (TABLE, "gsm8k:test", ["2"]),
+        ([*TABLE, "data.answer_format=plain"], "gsm8k:test", ["2"]),
+        ([*TABLE, "data.answer_format=plain"], "other.csv", ["#### 5", "#### 6"]),
+        (["data.source=openai/gsm8k", "data.subset=main", "data.split=test"], "sums.jsonl", [str(2 * a + 1) for a in range(12)]),
+        (["data.source=owner/name", "data.subset=algebra"], "gsm8k:test", ["2"]),
+        (["data.source=my_rows.py:rows", "data.answer_format=boxed"], "prepared", 3),
+    ],
+)
+def test_other_data_are_not_read_by_what_a_run_says_of_its_own(own_data, settings, data, answers):
+    """Its columns may be another file's too; a data set known by name has its own, and so has a prepared folder."""
+    config, _ = settings_for_model(str(own_data(*settings)), data_overrides(data))
+    found = [problem.answer for problem in load_held_out(config.data)]
+    assert len(found) == answers if isinstance(answers, int) else sorted(found) == sorted(answers)
+
+
+def test_what_a_run_says_of_its_data_holds_for_these_and_what_the_command_says_wins(own_data):
+    run = str(own_data("data.source=owner/name", "data.subset=algebra"))
+    assert settings_for_model(run, data_overrides("owner/name:test"))[0].data.subset == "algebra"
+    assert settings_for_model(run, [*data_overrides("owner/other"), "data.subset=own"])[0].data.subset == "own"
+    run = str(own_data(*TABLE))
+    assert settings_for_model(run, [*data_overrides("gsm8k"), "data.answer_column=answer"])[0].data.answer_column == "answer"
+
+
+def test_eval_says_where_a_run_is_asked_in_another_form_than_it_was_trained_with(groupwise, own_data):
+    words = ["model.dtype=float32", "model.device=cpu", "evaluation.modes=[greedy]", "rollout.max_completion_tokens=4"]
+    run = own_data(*TABLE, "prompt.system=auto")
+    told = "prompt.system is auto, which asks for boxed answers with aime24, and the run was trained with xml: prompt.system=xml asks"
+    for more, says in (["aime24"], True), (["aime24", "prompt.system=xml"], False), (["gsm8k"], False):
+        result = groupwise("eval", run, "--data", *more, *words)
+        assert result.exit_code == 0, result.output
+        assert (told in flat(result.stderr)) is says, more
 
 
 def test_processes_do_not_lay_a_model_over_all_devices_each(groupwise, tiny_model, problems, monkeypatch):

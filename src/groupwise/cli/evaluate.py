@@ -173,7 +173,7 @@ def _judge(
 
 def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Console) -> tuple[Config, list[str]]:
     """One config for all: that of the first model which a run made, or the defaults; and where each model's weights lie."""
-    from groupwise.chat import refuse_named_code, settings_for_model
+    from groupwise.chat import note_on_form, refuse_named_code, settings_for_model
     from groupwise.tracking.text import harmless
 
     settings = [settings_for_model(model, overrides) for model in models]
@@ -182,6 +182,8 @@ def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Con
     if run_config is not None:
         for_all = ", for all models" if len(models) > 1 else ""
         aside.print(harmless(f"settings from {run_config}{for_all}", "dim"), soft_wrap=True)
+        if said := note_on_form(chosen, run_config):
+            aside.print(harmless(said, "yellow"), soft_wrap=True)
     return chosen, [config.model.name for config, _ in settings]
 
 
