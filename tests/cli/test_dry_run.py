@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from groupwise.config import build_config, load_config
+from groupwise.config.schema import DataConfig
+from groupwise.data.sources import load_problems, save_prepared
 from groupwise.errors import DataError
 from groupwise.tracking import RunFolder
 from groupwise.training.setup import prepare
@@ -426,3 +428,14 @@ def test_a_dry_run_of_resuming_says_what_the_run_itself_would(groupwise, small, 
     run.release()
     file.write_text("mine", encoding="utf-8")
     assert "is a file" in groupwise(*words, "--run-folder", file, "--dry-run", "--resume").stderr
+
+
+def test_a_prepared_folder_has_its_own_held_out_problems(groupwise, small, no_weights, problems, tmp_path):
+    save_prepared(load_problems(DataConfig(source=str(problems), holdout=4)), str(tmp_path / "p"))
+    words = ["train", "quickstart", "--dry-run", "--json", *small, f"data.source={tmp_path / 'p'}", "data.holdout=0"]
+    result = groupwise(*words)
+    found = json.loads(result.stdout)
+    assert found["held_out_problems"] == 4
+    why = "data.source is a prepared folder, which is read and split already"
+    assert [note for note in found["notes"] if "holdout" in note] == [f"data.holdout=0 has no effect here: {why}."]
+    assert "held out: whether" not in result.stdout

@@ -109,6 +109,7 @@ def test_a_prepared_folder_s_held_out_problems_are_its_own(tmp_path):
     (tmp_path / "metadata.json").write_text('{"format": "groupwise-problems"}')
     found = evaluation(setup(f"data.source={tmp_path}", "data.holdout=20", "evaluation.problems=50"))
     assert found == evaluation(setup("data.holdout=50", "evaluation.problems=50"))
+    assert "evaluation" in {phase.name for phase in phases(setup(f"data.source={tmp_path}", "data.holdout=0"))}
 
 
 def test_a_prompt_is_computed_whole_however_long_it_is():

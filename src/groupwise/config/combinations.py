@@ -6,6 +6,7 @@ trainer and for a plan without torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from groupwise.config.inert import chosen
 from groupwise.config.objective import GroupAdvantage
@@ -42,12 +43,13 @@ def unsaved_work(config: Config) -> str | None:
     )
 
 
-def notes(config: Config) -> list[str]:
+def notes(config: Config, *, prepared: bool = False) -> list[str]:
     """One sentence per setting that has no effect in this run, or a side effect its author may not expect.
 
-    A setting left at its default is not reported as without effect: nobody asked for it.
+    A setting left at its default is not reported as without effect: nobody asked for it. ``prepared``: whether ``data.source`` is a
+    prepared folder, which only a look at the disk tells.
     """
-    parts = (_algorithm, _sampling, _data, _rewards, _optimizer, _evaluation, _output)
+    parts = (_algorithm, _sampling, partial(_data, prepared=prepared), _rewards, _optimizer, _evaluation, _output)
     return [note for part in parts for note in part(config)]
 
 
@@ -123,13 +125,18 @@ def _sampling(config: Config) -> Iterator[str]:
         )
 
 
-def _data(config: Config) -> Iterator[str]:
+def _data(config: Config, prepared: bool) -> Iterator[str]:
     data = config.data
     # Notes alone: a script that makes any recipe's run small sets them whatever its source is.
     if data.source != "arithmetic" and data.eval_source != "arithmetic":
         for name in chosen(data.arithmetic, *type(data.arithmetic).model_fields):
             yield _without_effect(f"data.arithmetic.{name}", getattr(data.arithmetic, name), f"data.source is {data.source}")
-    if not data.holds_out:
+    if prepared and data.eval_source is None:
+        for name in chosen(data, "holdout", "split_seed", "on_bad_answer"):
+            yield _without_effect(
+                f"data.{name}", getattr(data, name), "data.source is a prepared folder, which is read and split already"
+            )
+    elif not data.holds_out:
         for name in chosen(data, "holdout"):
             named = "data.eval_source" if data.eval_source is not None else "data.eval_split"
             yield _without_effect(f"data.{name}", data.holdout, f"held-out problems come from {named}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from groupwise.config import Config
 from groupwise.config.combinations import unsaved_work
 from groupwise.data.answers import exact_match, numeric_equal
+from groupwise.data.named import is_prepared
 from groupwise.data.sources import ProblemSet
 from groupwise.doctor.findings import Evidence, Example
 from groupwise.tracking.reading import RunRecord
@@ -70,7 +71,7 @@ def rate_too_high(config: Config) -> Evidence | None:
 
 def cannot_see_hacking(config: Config) -> Evidence | None:
     data, evaluation = config.data, config.evaluation
-    none_held_out = data.holdout == 0 and data.holds_out
+    none_held_out = data.holdout == 0 and data.holds_out and not is_prepared(data.source)
     if none_held_out:
         return Evidence("no problems are held out: whether a rising reward means anything cannot be told")
     if evaluation.every == 0 and config.training.steps > 300:

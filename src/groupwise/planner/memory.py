@@ -173,7 +173,8 @@ def phases(setup: Setup) -> list[Phase]:
     next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the
     output head's is given beside it where it is another one."""
     passing = {"sampling": sampling(setup)}
-    if setup.config.data.holdout or not setup.config.data.holds_out:
+    data = setup.config.data
+    if data.holdout or not data.holds_out or is_prepared(data.source):
         passing["evaluation"] = evaluation(setup)
     if setup.parked and setup.has_reference:
         passing["reference"] = _reference_pass(setup)

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from groupwise.algorithm import Objective
 from groupwise.config.combinations import note_on_processes, notes, prompt_limit, refuse_untrainable
 from groupwise.config.schema import Config
+from groupwise.data.named import is_prepared
 from groupwise.data.prompts import drop_long_prompts, note_on_date, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
@@ -212,7 +213,8 @@ def _notes(
         checkpoint_note(config, resolve_device(config.model.device), processes),
         disk_note(config, folder or Path(config.output.folder or "runs")),
     ]
-    said = [*notes(config), *suite.notes(), *note_on_processes(config, processes), *dropped]
+    of_settings = notes(config, prepared=is_prepared(config.data.source))
+    said = [*of_settings, *suite.notes(), *note_on_processes(config, processes), *dropped]
     return said + [note for note in conditional if note]
 
 
