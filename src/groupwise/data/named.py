@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ __all__ = [
     "canonical_name",
     "check_named_folder",
     "is_prepared",
+    "listing",
     "load_prepared",
     "local_copy",
     "named_folder",
@@ -113,13 +115,27 @@ def local_copy(name: str, split: str, folder: Path | None) -> Path | None:
     """
     if folder is None or not folder.is_dir():
         return None
-    folders = [folder, *(below for below in sorted(folder.iterdir()) if below.is_dir())]
-    candidates = [path for place in folders for path in place.iterdir()]
-    files = [path for path in sorted(candidates) if path.suffix.lower() in SUFFIXES and path.is_file()]
+    candidates = listing(folder)
+    files = [path for path in sorted(candidates) if path.suffix.lower() in SUFFIXES and os.path.isfile(path)]
     by_split = _first(path for path in files if canonical_name(path.stem) is None and _names(path.stem, name, split))
-    whole_folder = _first(place / name for place in folders if (place / name).is_dir())
+    whole_folder = _first(path for path in candidates if path.name == name and os.path.isdir(path))
     whole_file = _first(path for path in files if canonical_name(path.stem) == name)
     return by_split or (whole_file if whole_file is not None else whole_folder)
+
+
+def listing(folder: Path) -> list[Path]:
+    """What lies in ``folder``, then one level below. A folder below that may not be listed is passed over, such as a disk's ``lost+found``.
+
+    Raises DataError where ``folder`` itself may not be listed.
+    """
+    try:
+        found = sorted(folder.iterdir())
+    except OSError as error:
+        raise DataError(f"folder {str(folder)!r} cannot be listed ({error.strerror or error}): check its permissions") from error
+    for below in [path for path in found if os.path.isdir(path)]:  # is_dir() raises where the path may not be followed
+        with suppress(OSError):
+            found += sorted(below.iterdir())
+    return found
 
 
 def _names(stem: str, name: str, split: str) -> bool:
@@ -134,6 +150,7 @@ def _first(paths: Iterable[Path]) -> Path | None:
 Part = Literal["train", "held_out"]
 FORMAT = "groupwise-problems"
 VERSION = 1
+FILES = {"train.jsonl", "held_out.jsonl", "metadata.json"}
 
 
 def is_prepared(source: str) -> bool:
@@ -180,13 +197,18 @@ def _problem(row: Mapping[str, Any]) -> Problem:
 
 def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: Mapping[str, object]) -> None:
     """Write beside ``folder`` and rename into place. An older prepared set there is replaced; anything else is left alone."""
-    target = Path(folder).expanduser()
+    target = Path(folder).expanduser().resolve()  # `.` is its own parent, and a link to a folder cannot be renamed over
     if target.exists() and not (target.is_dir() and (is_prepared(str(target)) or not any(target.iterdir()))):
         raise DataError(f"{folder!r} exists and is not a prepared problem set: choose another folder")
+    if others := sorted({path.name for path in target.iterdir()} - FILES) if target.exists() else []:
+        raise DataError(
+            f"{folder!r} holds {others[0]!r} beside a prepared set, and would be replaced whole: move it, or choose another folder"
+        )
     metadata = {"format": FORMAT, "version": VERSION, "counts": {name: len(part) for name, part in parts.items()}, **facts}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        former = unfinished.with_name(f"{unfinished.name}-former")
         try:
             unfinished.chmod(0o755)  # mkdtemp makes it private
             for name, part in parts.items():
@@ -194,8 +216,14 @@ def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: 
                 (unfinished / f"{name}.jsonl").write_text(text, encoding="utf-8", errors="backslashreplace")  # half a character
             (unfinished / "metadata.json").write_text(json.dumps(metadata, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             if target.exists():
-                shutil.rmtree(target)
-            os.replace(unfinished, target)
+                os.replace(target, former)
+            try:
+                os.replace(unfinished, target)
+            except OSError:
+                if former.exists():
+                    os.replace(former, target)
+                raise
+            shutil.rmtree(former, ignore_errors=True)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config.load import load_config, recipes
-from groupwise.data.named import NAMED, SUFFIXES, canonical_name, local_copy
+from groupwise.data.named import NAMED, SUFFIXES, canonical_name, listing, local_copy
 from groupwise.errors import DataError
 from groupwise.importing import import_member, in_one_line
 
-__all__ = ["Row", "Table", "is_local", "is_missing", "names_function", "peek_columns", "read_table"]
+__all__ = ["Row", "Table", "is_local", "is_missing", "names_function", "peek_columns", "place_of", "read_table", "read_whole"]
 
 KNOWN = ("arithmetic", *NAMED)
 LONGEST_FIELD = 2**31 - 1
@@ -62,6 +63,23 @@ def names_function(source: str) -> bool:
     return name.isidentifier() and (place.endswith(".py") or a_module)
 
 
+def read_whole(source: str) -> str | None:
+    """What ``source`` is where all its rows are read, whatever the split: a function, one file, or one Dataset of ``save_to_disk``."""
+    if names_function(source):
+        return "a function"
+    if canonical_name(source) is not None:
+        return None
+    path = Path(source).expanduser()
+    return "one file" if path.is_file() else "one saved Dataset" if (path / "state.json").is_file() else None
+
+
+def place_of(source: str, split: str, folder: Path | None) -> Path | None:
+    """The file or folder that is read for ``source``; None for the Hub. ``folder``: that of data sets known by name."""
+    name = canonical_name(source)
+    path = Path(source).expanduser() if name is None else local_copy(name, split, folder)
+    return path if path is not None and path.exists() else None
+
+
 def read_table(source: str, split: str, subset: str | None = None, folder: Path | None = None) -> Table:
     """All rows of one split. ``split`` does not matter where ``source`` is a single file, or a function.
 
@@ -71,9 +89,8 @@ def read_table(source: str, split: str, subset: str | None = None, folder: Path 
     """
     if names_function(source):
         return Table(tuple(_function_rows(source)), source.rpartition(":")[2], split)
-    name = canonical_name(source)
-    path = Path(source).expanduser() if name is None else local_copy(name, split, folder)
-    if path is None or not path.exists():
+    name, path = canonical_name(source), place_of(source, split, folder)
+    if path is None:
         table = _read_hub(source, split, subset)
     elif path.is_file():
         table = _file_table(path, split)
@@ -248,8 +265,7 @@ def _read_folder(folder: Path, split: str, subset: str | None) -> Table:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    paths = [*folder.iterdir(), *(f for sub in folder.iterdir() if sub.is_dir() for f in sub.iterdir())]
-    return sorted(f for f in paths if f.suffix.lower() in SUFFIXES and f.is_file())
+    return sorted(f for f in listing(folder) if f.suffix.lower() in SUFFIXES and os.path.isfile(f))
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
