@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,11 @@ import pytest
 
 from groupwise.config.schema import ArithmeticConfig, DataConfig, PromptConfig
 from groupwise.data.inspect import inspect_source
+from groupwise.data.prompts import worked_completion
 from groupwise.data.readers import names_function
-from groupwise.data.sources import load_problems, question_key, save_prepared
+from groupwise.data.sources import load_held_out, load_problems, question_key, save_prepared
 from groupwise.errors import AnswerError, DataError
+from groupwise.types import Problem
 
 ROWS = [
     {"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n:,}", "level": n % 3} for n in range(600, 640)
@@ -528,3 +531,141 @@ def test_a_folder_of_splits_is_no_module(tmp_path: Path, monkeypatch: pytest.Mon
     assert names_function("data.v2:test")
     (tmp_path / "data.v2").mkdir()
     assert not names_function("data.v2:test")
+
+
+def test_a_generator_makes_no_more_problems_than_it_is_told(tmp_path: Path) -> None:
+    for limit, count in ((50, 20), (5, 5)):
+        data = DataConfig(limit=limit, arithmetic=ArithmeticConfig(problems=20), holdout=2)
+        assert len(load_problems(data).train) == count
+        assert inspect_source(data, PromptConfig(), None)["rows"] == count
+
+
+def test_what_has_no_splits_is_read_whole_and_says_so(tmp_path: Path) -> None:
+    """A recipe's ``eval_split: test`` is among these settings, so the sentence names the value that leaves it out."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    for source, what in (
+        (function_file(tmp_path, f"return {ROWS!r}"), "a function"),
+        (tmp_path / "saved", "one saved Dataset"),
+    ):
+        assert len(load_problems(config(source)).train) == 35
+        for setting, value, default in (
+            ("split", "validation", "train"),
+            ("subset", "main", "null"),
+            ("eval_split", "test", "null"),
+        ):
+            refused = rf"data\.{setting} is {value!r}, but .* is {what}, which has no such thing: .*data\.{setting}={default}\)"
+            with pytest.raises(DataError, match=refused):
+                load_problems(config(source, **{setting: value}))
+            with pytest.raises(DataError, match=refused):
+                inspect_source(config(source, **{setting: value}), PromptConfig(), None)
+
+
+def test_a_subset_that_is_not_there_is_not_read_as_another(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    write_jsonl(tmp_path / "gsm8k" / "train.jsonl")
+    for source in ({"source": "gsm8k", "folder": str(tmp_path)}, {"source": str(tmp_path / "gsm8k")}):
+        with pytest.raises(DataError, match=r"data\.subset is 'socratic', but '.*gsm8k' has no folder of that name: correct it"):
+            load_problems(DataConfig(**source, subset="socratic", holdout=5))
+    main = DataConfig(source="gsm8k", folder=str(tmp_path), subset="main", holdout=5)
+    assert len(load_problems(main).train) == 35, "what the name stands for, as it lies there"
+
+
+def test_a_folder_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``lost+found`` of a disk, and folders of others."""
+    (tmp_path / "lost+found").mkdir()
+    write_jsonl(tmp_path / "train.jsonl")
+    write_jsonl(tmp_path / "svamp.jsonl")
+    listed, closed = Path.iterdir, {"lost+found"}
+
+    def iterdir(path: Path) -> Any:
+        if path.name in closed:
+            raise PermissionError(13, "Permission denied")
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    named = DataConfig(source="svamp", folder=str(tmp_path), holdout=5)
+    assert len(load_problems(config(tmp_path)).train) == len(load_problems(named).train) == 35
+    closed.add(tmp_path.name)
+    for data in (config(tmp_path), named):
+        with pytest.raises(DataError, match=r"folder '.*' cannot be listed \(Permission denied\): check its permissions"):
+            load_problems(data)
+
+
+def test_dropped_rows_are_counted_by_their_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [*ROWS[:9], {"question": "q", "answer": ""}])
+    write_jsonl(tmp_path / "b.jsonl", [*ROWS[9:12], *[{"question": f"q{i}", "answer": ""} for i in range(2)]])
+    found = load_problems(config(tmp_path / "a.jsonl", eval_source=str(tmp_path / "b.jsonl"), on_bad_answer="drop"))
+    assert found.dropped == {"bad answer": 3}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"1 rows of {tmp_path / 'a.jsonl'} were dropped: bad answer",
+        f"2 rows of {tmp_path / 'b.jsonl'} were dropped: bad answer",
+    ]
+
+
+def test_the_answer_column_stays_for_reward_functions_that_ask_for_it(tmp_path: Path) -> None:
+    """As TRL's do, for ``ground_truth`` and ``solution``. Of ``solution`` every row has it, also one with the bare answer."""
+
+    def columns(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+        write_jsonl(tmp_path / "a.jsonl", list(rows))
+        return [dict(p.columns) for p in load_problems(config(tmp_path / "a.jsonl", holdout=0)).train]
+
+    assert columns({"prompt": "q", "ground_truth": 5, "level": 1}) == [{"ground_truth": 5, "level": 1}]
+    assert columns({"prompt": "q", "answer": "2 + 3 #### 5"}) == [{"solution": "2 + 3 #### 5"}]
+    assert columns({"prompt": "q", "solution": "so \\boxed{5}"}, {"prompt": "r", "solution": "6"}) == [
+        {"solution": "so \\boxed{5}"},
+        {"solution": "6"},
+    ]
+    assert worked_completion(Problem("", "r", "6", {"solution": "6"}), "xml") == "<answer>\n6\n</answer>", (
+        "which works nothing out"
+    )
+
+
+def test_prompts_without_answers(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Put 6 x 7 in \\boxed{}."}]
+    for prompt, answer in (("Write #### before it.", "Write #### before it."), (turns, "Put 6 x 7 in \\boxed{}.")):
+        write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "topic": "sums"}])
+        (found,) = load_problems(config(tmp_path / "a.jsonl", holdout=0, answer_column="prompt")).train
+        assert (found.answer, found.columns) == (answer, {"topic": "sums"})
+
+
+def test_settings_that_a_prepared_folder_has_behind_it_are_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    save_prepared(load_problems(config(tmp_path / "a.jsonl")), str(tmp_path / "p"))
+    for setting, value in (("prompt_column", "task"), ("answer_column", "result"), ("answer_format", "plain")):
+        with pytest.raises(DataError, match=rf"data\.{setting} is {value!r}, but '.*' is a prepared folder, .*: leave it out"):
+            load_problems(config(tmp_path / "p", **{setting: value}))
+    with pytest.raises(DataError, match=r"data\.subset is 'main', but '.*' has no folder of that name"):
+        load_problems(config(tmp_path / "p", subset="main"))
+    other = config(tmp_path / "p", eval_source=str(tmp_path / "a.jsonl"), answer_format="gsm8k")
+    assert len(load_held_out(other)) == 40, "whose answers they describe"
+
+
+def test_a_prepared_folder_is_replaced_from_within_and_nothing_else_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    folder = tmp_path / "p"
+    first, second = (load_problems(config(tmp_path / "a.jsonl", holdout=count)) for count in (5, 3))
+    save_prepared(first, str(folder))
+    monkeypatch.chdir(folder)
+    save_prepared(second, ".")
+    monkeypatch.chdir(tmp_path)
+    assert len(load_problems(config(folder)).held_out) == 3
+
+    def refuses(source: Any, target: Any, renames: list[Any] = []) -> None:  # noqa: B006
+        renames.append(source)
+        if len(renames) == 2:
+            raise OSError("disk full")
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr("groupwise.data.named.os.replace", refuses)
+    with pytest.raises(DataError, match="cannot be written"):
+        save_prepared(first, str(folder))
+    assert len(load_problems(config(folder)).held_out) == 3, "the older set is in its place again"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "p"]
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"holds 'notes.txt' beside a prepared set, and would be replaced whole: move it"):
+        save_prepared(first, str(folder))
+    assert (folder / "notes.txt").read_text() == "mine"

@@ -1,5 +1,6 @@
 """Rules about settings, problems and what is tried out before a run: each fires on what it is for and is silent otherwise."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -187,6 +188,13 @@ def test_a_reward_that_requires_what_an_environment_gave_is_not_tried_without(pr
         "rewards.functions=[twice, {function: keyword, arguments: {words: [so]}}]",
     ]
     assert not {"reward-fails", "reward-blind"} & rules_of(diagnose_prepared(prepared(played, {"twice": twice}))).keys()
+
+
+def test_a_column_solution_with_answers_alone_is_tried_in_the_whole_form(prepared, tmp_path):
+    rows = [{"prompt": QUESTION.format(a=a, b=3), "solution": str(a + 3)} for a in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = rules_of(diagnose_prepared(prepared([f"data.source={tmp_path / 'sums.jsonl'}"])))
+    assert "reward-blind" not in found
 
 
 def test_a_built_in_reward_that_looks_for_no_answer_is_a_warning(prepared):

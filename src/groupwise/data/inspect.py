@@ -9,10 +9,10 @@ from typing import Any
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.arithmetic import generate
-from groupwise.data.named import check_named_folder, is_prepared, load_prepared, named_folder
+from groupwise.data.named import is_prepared, load_prepared, named_folder
 from groupwise.data.prompts import render, resolve_system, worked_completion
 from groupwise.data.readers import read_table
-from groupwise.data.sources import find_columns, to_problem
+from groupwise.data.sources import find_columns, refuse_inert, to_problem
 from groupwise.errors import DataError
 from groupwise.types import Problem, Prompt
 
@@ -38,7 +38,7 @@ def inspect_source(
     ``answer_style``, ``system``, ``bad_rows`` (``count`` and ``first``, each with ``row`` and ``reason``), ``examples`` (the
     first ``rows``: ``id``, ``question``, ``answer``, ``also``, ``worked``, and with a tokenizer ``prompt`` and ``prompt_tokens``) and
     ``prompt_tokens`` (``measured``, ``min``, ``median``, ``p95``, ``max``; ``None`` without a tokenizer). Raises DataError only
-    where no row can be read at all.
+    where no row can be read at all, or a setting does nothing with the source.
     """
     problems, bad, columns, total = _collect(data)
     system, style = resolve_system(prompt, data)
@@ -60,9 +60,9 @@ def inspect_source(
 
 def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dict[str, object], int]:
     if data.source == "arithmetic":
-        problems = generate(data.arithmetic, data.limit or min(MEASURED, data.arithmetic.problems), data.split_seed, "train")
+        problems = generate(data.arithmetic, min(data.limit or MEASURED, data.arithmetic.problems), data.split_seed, "train")
         return problems, [], {"all": [], "prompt": None, "answer": None}, len(problems)
-    check_named_folder(data.folder, [data.source, data.eval_source or ""])
+    refuse_inert(data)
     if is_prepared(data.source):
         problems = load_prepared(data.source, "train" if data.split == "train" else "held_out")[: data.limit]
         names = ["id", "question", "answer", "columns"]

@@ -186,6 +186,8 @@ def worked_completion(problem: Problem, style: AnswerStyle) -> str:
     if style == "boxed" and solution.count("\\boxed") == 1 and extract_answer(solution, "boxed") == problem.answer:
         return solution
     solution = without_places(solution)
+    if solution == problem.answer:  # a column of that name with answers alone
+        solution = ""
     if style == "xml":
         reasoning = f"<reasoning>\n{solution}\n</reasoning>\n" if solution else ""
         return f"{reasoning}<answer>\n{problem.answer}\n</answer>"

@@ -30,7 +30,7 @@ from groupwise.data.named import (
     write_prepared,
 )
 from groupwise.data.prompts import default_style
-from groupwise.data.readers import Row, Table, read_table
+from groupwise.data.readers import Row, Table, place_of, read_table, read_whole
 from groupwise.errors import AnswerError, DataError
 from groupwise.types import Message, Problem
 
@@ -46,6 +46,7 @@ __all__ = [
     "load_problems",
     "order_key",
     "question_key",
+    "refuse_inert",
     "save_prepared",
     "to_problem",
 ]
@@ -129,12 +130,14 @@ def load_problems(data: DataConfig) -> ProblemSet:
     extracted), each naming the file and row.
     """
     dropped: Counter[str] = Counter()
-    _refuse_inert(data)
+    dropped_held_out: Counter[str] = Counter()
+    refuse_inert(data)
     if data.source == "arithmetic":
-        train = generate(data.arithmetic, data.limit or data.arithmetic.problems, data.split_seed, "train")
+        problems = data.arithmetic.problems
+        train = generate(data.arithmetic, min(data.limit or problems, problems), data.split_seed, "train")
     else:
         train = _read(data, data.source, data.split, dropped)
-    held_out = _named_held_out(data, dropped)
+    held_out = _named_held_out(data, dropped_held_out)
     if held_out is None:
         train, held_out = _hold_out(train, data, dropped)
     else:
@@ -149,9 +152,9 @@ def load_problems(data: DataConfig) -> ProblemSet:
             f"data source {data.source!r} has no training problems left: lower data.holdout or check the dropped rows"
         )
     train = train[: data.limit]
-    counted = {reason: count for reason, count in sorted(dropped.items()) if count}
-    for reason, count in counted.items():
-        log.warning("%d rows of %s were dropped: %s", count, data.source, reason)
+    _say_dropped(dropped, data.source)
+    _say_dropped(dropped_held_out, data.eval_source or data.source)
+    counted = dict(sorted((dropped + dropped_held_out).items()))
     description = f"{len(train):,} training and {len(held_out):,} held-out problems from {data.source}"
     return ProblemSet(tuple(train), tuple(held_out), default_style(data), counted, description)
 
@@ -164,25 +167,45 @@ def load_held_out(data: DataConfig) -> tuple[Problem, ...]:
     """
     if data.eval_source is None and data.eval_split is None:
         return load_problems(data).held_out
-    _refuse_inert(data)
+    refuse_inert(data)
     dropped: Counter[str] = Counter()
     held_out = _named_held_out(data, dropped) or []
-    for reason, count in dropped.items():
-        log.warning("%d rows of %s were dropped: %s", count, data.eval_source or data.source, reason)
+    _say_dropped(dropped, data.eval_source or data.source)
     return tuple(sorted(held_out, key=lambda p: _rank(p, data.split_seed)))
 
 
-def _refuse_inert(data: DataConfig) -> None:
+def _say_dropped(dropped: Counter[str], source: str) -> None:
+    for reason, count in sorted((+dropped).items()):
+        log.warning("%d rows of %s were dropped: %s", count, source, reason)
+
+
+def refuse_inert(data: DataConfig) -> None:
     """Raise DataError for settings that do nothing with these sources. ``config.inert`` has those that need no look at the disk."""
     check_named_folder(data.folder, [data.source, data.eval_source or ""])
     elsewhere = data.eval_source is not None or data.eval_split == data.split  # of another source, or refused when it is read
-    names = ["split", "subset"] if elsewhere else ["split", "subset", "eval_split"]
-    written = chosen(data, *names)
-    if written and Path(data.source).expanduser().is_file():
+    written = chosen(data, "split", "subset", *([] if elsewhere else ["eval_split"]))
+    whole = read_whole(data.source)
+    if written and whole:
+        default = "train" if written[0] == "split" else "null"
         raise DataError(
-            f"data.{written[0]} is {getattr(data, written[0])!r}, but {data.source!r} is one file, which has no such thing: leave it out; "
-            "held-out problems come from data.eval_source, or are data.holdout of the file's"
+            f"data.{written[0]} is {getattr(data, written[0])!r}, but {data.source!r} is {whole}, which has no such thing: leave it out "
+            f"(where a recipe has it: data.{written[0]}={default}); held-out problems come from data.eval_source, or are data.holdout of "
+            "its own"
         )
+    if data.eval_source is None and is_prepared(data.source):
+        for name in chosen(data, "prompt_column", "answer_column", "answer_format"):
+            raise DataError(
+                f"data.{name} is {getattr(data, name)!r}, but {data.source!r} is a prepared folder, whose questions and answers are read "
+                "already: leave it out, or prepare the folder again with it"
+            )
+    known = NAMED.get(canonical_name(data.source) or "")
+    if chosen(data, "subset") and data.subset != (known and known.subset):
+        place = place_of(data.source, data.split, named_folder(data.folder))
+        if place is not None and not (place / str(data.subset)).is_dir():
+            raise DataError(
+                f"data.subset is {data.subset!r}, but {str(place)!r} has no folder of that name: correct it, or leave it out to read "
+                "what is there"
+            )
 
 
 def _read(data: DataConfig, source: str, split: str, dropped: Counter[str]) -> list[Problem]:
@@ -350,20 +373,24 @@ def _reach(values: Mapping[str, object], name: str) -> object:
 def to_problem(row: Row, columns: ColumnMap, answer_format: AnswerFormat, problem_id: str) -> Problem:
     """The row as a problem. Raises AnswerError (reference answer) or DataError (question), naming the row.
 
-    ``columns["solution"]`` is the worked text: the row's ``solution``, or the answer column where the answer is a part of it.
+    ``columns`` has the answer column as it was, by its own name, unless that is ``answer``. ``columns["solution"]`` is the worked text: the
+    row's ``solution``, or the answer column where the answer is a part of it.
     """
     question = _question(row, columns.prompt)
-    raw = _reach(row.values, columns.answer)
+    asked = [question] if isinstance(question, str) else [str(message["content"]) for message in question]
+    without = columns.answer in columns.prompt  # prompts without answers: the question stands in, whatever is in it
+    raw = asked[-1] if without else _reach(row.values, columns.answer)
     try:
         texts = _answer_texts(raw)
-        answer, *also = dict.fromkeys(extract_reference(text, answer_format) for text in texts)
+        answer, *also = dict.fromkeys(extract_reference(text, "plain" if without else answer_format) for text in texts)
     except AnswerError as error:
         raise AnswerError(f"{row.name}, column {columns.answer!r}: {error} (or set data.on_bad_answer to drop)") from error
-    asked = [question] if isinstance(question, str) else [str(message["content"]) for message in question]
     if not all(map(_is_whole, [*asked, answer, *also])):
         raise DataError(f"{row.name} holds half a character (a surrogate by itself), which is no text: correct the row")
-    rest = {name: value for name, value in row.values.items() if name not in (*columns.prompt, columns.answer)}
-    if "solution" not in rest and texts[0].strip() != answer:
+    rest = {name: value for name, value in row.values.items() if name not in columns.prompt}
+    if columns.answer in ("answer", "solution"):  # which mean what was read, and the worked text
+        rest.pop(columns.answer, None)
+    if "solution" not in rest and (columns.answer == "solution" or texts[0].strip() != answer):
         rest["solution"] = texts[0]
     return Problem(problem_id, question, answer, rest, tuple(also))
 

@@ -69,7 +69,9 @@ class Rehearsal:
         problem, style = self.problems[index], self.prepared.answer_style
         others = (p for p in self.problems if p.answer not in problem.accepted)
         other = next(others, replace(problem, answer="12345.678"))
-        reasoned = problem.columns.get("solution") or REASONING  # rows without one are answered in the whole form too
+        reasoned = problem.columns.get("solution")
+        if str(reasoned or "").strip() in ("", problem.answer):
+            reasoned = REASONING  # rows without one are answered in the whole form too
         right = worked_completion(replace(problem, columns={**problem.columns, "solution": reasoned}), style)  # type: ignore[arg-type]
         wrong = worked_completion(replace(problem, answer=other.answer, columns={}), style)  # type: ignore[arg-type]
         tokenizer = self.prepared.tokenizer
