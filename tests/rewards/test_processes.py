@@ -51,6 +51,8 @@ def obey(completions, folder=None, **columns):
         assert sys.stdin.read() == ""
     if text == "array":
         return np.array([0.5], dtype=np.float32)
+    if text == "masked":
+        return np.ma.array([0.5], mask=[1])
     if text == "strange":
         return [lambda: 0]
     if text == "pid":
@@ -166,14 +168,15 @@ def test_what_a_killed_process_has_started_ends_with_it(mischief, limits_only_fo
 
 def test_what_ends_or_fills_its_process_is_told_apart_from_what_works(mischief):
     suite = mischief(processes=1)
-    scoring = step(suite, "crash", "exit", "raise", "strange", "print", "array")
+    scoring = step(suite, "crash", "exit", "raise", "strange", "masked", "print", "array")
     assert [group.rewards for group in scoring.groups] == [(1.0,), (0.5,)]
     said = [failure.message.partition(" raised ")[2] for failure in scoring.failures]
     assert said[0] == "nothing, but its process ended with signal 11"
     assert said[1] == "nothing, but its process ended with status 3"
     assert said[2].startswith("ValueError: no (mine.py, line ")
     assert "while its result was sent" in said[3]
-    assert call_counts(scoring) == {"calls/killed_obey": 2, "calls/failed_obey": 4}
+    assert said[4] == "TypeError: a masked number is no score while its result was sent"
+    assert call_counts(scoring) == {"calls/killed_obey": 2, "calls/failed_obey": 5}
 
 
 def test_a_process_is_used_again_and_ends_with_the_suite(mischief):

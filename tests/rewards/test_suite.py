@@ -609,3 +609,21 @@ def test_a_group_whose_environment_failed_is_judged_by_no_function():
     )
     with pytest.raises(RewardError, match=r"lost connection; correct the environment, or set rewards\.on_error=skip to leave"):
         make_suite({"f": constant(0.0)}).score(make_prompt(), pair)
+
+
+@pytest.mark.parametrize("scope", ["completion", "group", "batch"])
+def test_a_completion_whose_environment_failed_is_shown_to_no_function(scope):
+    """Async ones, which begin at once, and those that see the whole step, too."""
+    whole, ended = make_completions("x", "y")
+    shown = []
+
+    async def scores(completions):
+        shown.extend(completion[-1]["content"] for completion in completions)
+        return [0.0] * len(completions)
+
+    entries = [RewardFunctionConfig(function="scores", scope=scope)]
+    suite = RewardSuite.from_config(RewardsConfig(functions=entries, on_error="skip"), "xml", {"scores": scores})
+    failed = (make_prompt(), [whole, replace(ended, finish_reason="environment_error")])
+    scoring = suite.score_all([failed, (make_prompt(), make_completions("v", "w"))])
+    assert (len(scoring.groups), len(scoring.failures), sorted(shown)) == (1, 1, ["v", "w"])
+    assert suite.score_all([failed]).groups == []

@@ -16,7 +16,7 @@ import queue
 import random
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -41,6 +41,7 @@ __all__ = [
     "RewardCaller",
     "call_with_limit",
     "is_async",
+    "own_copy",
     "plan_calls",
     "require_columns",
 ]
@@ -68,11 +69,13 @@ class Call:
         return f"reward {self.reward.name!r} on {which}problem {batch[group][0].problem.id!r}"
 
 
-def plan_calls(rewards: Sequence[LoadedReward], batch: Batch) -> Iterator[Call]:
-    """Every call that the batch takes: those that see all of it first, then group by group, in the order of ``rewards``."""
-    members = [tuple((g, m) for m in range(len(completions))) for g, (_, completions) in enumerate(batch)]
+def plan_calls(rewards: Sequence[LoadedReward], batch: Batch, left_out: Container[int] = ()) -> Iterator[Call]:
+    """Every call that the batch takes without the groups ``left_out``: those that see all of it first, then group by group, in the
+    order of ``rewards``."""
+    sound = [(g, completions) for g, (_, completions) in enumerate(batch) if g not in left_out]
+    members = [tuple((g, m) for m in range(len(completions))) for g, completions in sound]
     for reward in rewards:
-        if reward.scope == "batch" and batch:
+        if reward.scope == "batch" and members:
             yield Call(reward, tuple(target for group in members for target in group))
     for group in members:
         for reward in rewards:
@@ -107,7 +110,7 @@ class RewardArguments:
         return call.reward.select(offered)
 
     def _keywords(self, chosen: Sequence[tuple[int, Prompt, Completion]], columns: Sequence[str]) -> dict[str, object]:
-        offered: dict[str, object] = {name: [_own(p.problem.columns.get(name)) for _, p, _ in chosen] for name in columns}
+        offered: dict[str, object] = {name: [own_copy(p.problem.columns.get(name)) for _, p, _ in chosen] for name in columns}
         offered |= {
             "prompts": [p.text if p.messages is None else [dict(m) for m in p.messages] for _, p, _ in chosen],
             "completions": [c.answer if p.messages is None else [dict(m) for m in c.messages] for _, p, c in chosen],
@@ -126,9 +129,9 @@ class RewardArguments:
         return offered
 
 
-def _own(value: object) -> object:
-    """A row's list or mapping as a copy: the row is there for all completions of the problem, and all functions."""
-    return copy.deepcopy(value) if isinstance(value, (list, dict)) else value
+def own_copy(value: object) -> object:
+    """A row's value, lists and mappings copied: the row is there for all completions of the problem, functions and environments."""
+    return copy.deepcopy(value) if isinstance(value, (list, tuple, dict)) else value
 
 
 def require_columns(reward: LoadedReward, offered: Sequence[str]) -> None:

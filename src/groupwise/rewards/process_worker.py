@@ -66,6 +66,8 @@ def _plain(value: Any) -> Any:
     """What JSON does not know: arrays and tensors, other libraries' numbers, ranges, and steps."""
     if all(hasattr(value, name) for name in ("rewards", "ends", "unit")):
         return {"StepRewards": [list(value.rewards), list(value.ends), value.unit]}
+    if (ma := sys.modules.get("numpy.ma")) is not None and ma.is_masked(value):
+        raise TypeError("a masked number is no score")  # its list would have None, which says that the function does not apply
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, numbers.Real):

@@ -344,7 +344,7 @@ class RewardSuite:
         failures = {g: self._apply_on_error(failure) for g, pair in enumerate(batch) if (failure := _unplayed(*pair)) is not None}
         failed: Counter[str] = Counter()
         killed_before = self._processes.killed.copy()
-        calls, done = list(plan_calls(self.rewards, batch)), 0
+        calls, done = list(plan_calls(self.rewards, batch, failures)), 0
         with self._caller.begin(calls, batch, self.decode) as (ask, forget):
             for index, call in enumerate(calls):
                 if on_progress is not None and call.reward.scope != "batch" and call.groups[0] > done:
