@@ -21,8 +21,8 @@ import torch
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.trl import GRPOConfig, GRPOTrainer
-from groupwise.trl.episodes import Rounds, Whole, conversation, open_script
-from groupwise.types import Completion
+from groupwise.trl.episodes import EMPTY_PROMPT, Pool, Rounds, Whole, conversation, open_script
+from groupwise.types import Completion, Problem
 from tests.tiny import write_tiny_llama
 
 TEMPLATE = (
@@ -337,6 +337,16 @@ def test_environments_are_made_once_and_reset_often(folder, arguments, scripted)
     assert "Repeats" not in of_counter
     log = trainer.state.log_history[0]
     assert log["rewards/Counter/mean"] == pytest.approx((5 + 1 + 0 + 9) / 4), "it does not apply to Echo"
+
+
+def test_a_row_s_list_is_each_environment_s_own():
+    class UsesUp:
+        def reset(self, cards: list[int], **row: Any) -> str:
+            return f"{cards.pop()}"
+
+    pool, problem = Pool({None: UsesUp}, None), Problem("p", EMPTY_PROMPT, "", {"cards": [1, 2, 3]})
+    assert [pool.opening(problem)[0] for _ in range(2)] == ["3", "3"]
+    assert problem.columns == {"cards": [1, 2, 3]}
 
 
 def test_environments_may_bring_the_prompts(folder, arguments, scripted):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from test_driver import PLENTY, Scripted, episodes_of, prompt_of
@@ -208,7 +210,10 @@ def failing(kind: str) -> type:
                 raise RuntimeError("lost connection")
             if kind == "hangs":
                 time.sleep(600)
-            return {"pair": ("a", 1.0), "bytes": (b"x", 0.0, False, {}), "word": ("a", "much", False, {})}[kind]
+            return {
+                "pair": ("a", 1.0), "bytes": (b"x", 0.0, False, {}), "word": ("a", "much", False, {}),
+                "huge": ("a", 10**400, False, {}), "infinite": ("a", -math.inf, False, {}),
+            }[kind]  # fmt: skip
 
     return Failing
 
@@ -221,6 +226,8 @@ def failing(kind: str) -> type:
         ("pair", "environment_error", "error: step returned ('a', 1.0), but it must return (observation, reward, done, info)"),
         ("bytes", "environment_error", "error: step returned (b'x', 0.0, False, {}), but"),
         ("word", "environment_error", "error: step returned ('a', 'much', False, {}), but"),
+        ("huge", "environment_error", "error: step returned ('a', 1000"),
+        ("infinite", "environment_error", "error: step returned ('a', -inf, False, {}), but it must return"),
     ],
 )
 def test_an_environment_that_fails_ends_its_episode_without_a_reward(tokenizer, kind, reason, why):
@@ -233,12 +240,24 @@ def test_an_environment_that_fails_ends_its_episode_without_a_reward(tokenizer, 
     assert environment_reward(["x"], environment_reward=[completion.reward]) == [None]
 
 
-def test_a_reward_that_fails_is_none(tokenizer):
+@pytest.mark.parametrize("reward", [ZeroDivisionError(), "much", 10**400])
+def test_a_reward_that_fails_is_none(tokenizer, reward):
     class Unfair(Counter):
         def get_reward(self) -> float:
-            raise ZeroDivisionError
+            if isinstance(reward, Exception):
+                raise reward
+            return reward  # type: ignore[no-any-return]
 
     ((completion,),), _, _ = played(tokenizer, lambda *_: "done", Unfair)
+    assert (completion.finish_reason, completion.reward) == ("environment_error", None)
+
+
+def test_rewards_that_have_no_sum_are_none(tokenizer):
+    class Generous(Guess):
+        def step(self, text: str) -> Any:
+            return "More.", 1e308, False, {}
+
+    ((completion,),), _, _ = played(tokenizer, lambda *_: "1", Generous, max_turns=3)
     assert (completion.finish_reason, completion.reward) == ("environment_error", None)
 
 
@@ -257,6 +276,15 @@ def test_what_is_no_environment_is_refused(tokenizer, tmp_path):
 
     with pytest.raises(TrainingError, match="reset of the environment Broken failed on problem p: KeyError: 'level'"):
         Environments({None: Broken}, LONG_S).start(Broken(), problem)
+
+    for returned, named in ((np.zeros(2), "ndarray"), (np.int64(3), "int64"), ((), "tuple"), (({1}, {}), "set")):
+
+        class Odd(Guess):
+            def reset(self, returned: Any = returned, **row: Any) -> Any:
+                return returned
+
+        with pytest.raises(TrainingError, match=rf"environment Odd returned a {named} on problem p, but it must return text"):
+            Environments({None: Odd}, LONG_S).start(Odd(), problem)
 
 
 def test_reset_is_given_the_row_and_a_seed_of_the_problem():
@@ -277,6 +305,18 @@ def test_reset_is_given_the_row_and_a_seed_of_the_problem():
         environments.start(instance, asked)
     assert seeded.row == again.row
     assert seeded.row["seed"] != other.row["seed"]
+
+
+def test_a_row_s_list_is_each_environment_s_own():
+    class UsesUp(Guess):
+        def reset(self, cards: list[int], prompt: Any, **row: Any) -> str:  # type: ignore[override]
+            prompt[0]["content"] = ""
+            return f"{cards.pop()}"
+
+    environments = Environments({None: UsesUp}, LONG_S)
+    problem = Problem("p", ({"role": "user", "content": "?"},), "42", {"cards": [1, 2, 3]})
+    assert [environments.start(UsesUp(), problem) for _ in range(2)] == ["3", "3"]
+    assert (problem.columns, problem.question[0]["content"]) == ({"cards": [1, 2, 3]}, "?")
 
 
 GAME = '''

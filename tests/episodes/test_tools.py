@@ -139,12 +139,19 @@ def test_what_is_no_tool_is_refused_by_name(named: list[str], why: str) -> None:
         load_tools(named)
 
 
-def test_a_tool_must_say_what_its_arguments_are() -> None:
+def test_a_tool_must_say_what_it_does_and_what_its_arguments_are() -> None:
     def silent(word: str) -> str:
         return word
 
-    with pytest.raises(ConfigError, match="a line for each argument under 'Args:'"):
-        describe(silent, "mine.py:silent")
+    def only_returns() -> str:
+        """Returns:
+            A word.
+        """
+        return "word"
+
+    for function in (silent, only_returns):
+        with pytest.raises(ConfigError, match="docstring a sentence on what it does and a line for each argument under 'Args:'"):
+            describe(function, "mine.py:function")
 
 
 @pytest.mark.parametrize(
@@ -191,6 +198,19 @@ def test_a_megabyte_is_cut_and_says_so(toolbox: Toolbox) -> None:
 
 def test_arguments_that_no_record_can_hold_are_kept_as_text(toolbox: Toolbox) -> None:
     assert toolbox.call(Asked("search", {"query": {1, 2}})).arguments == {"query": "{1, 2}"}
+
+
+def test_arguments_are_recorded_as_the_policy_wrote_them() -> None:
+    def total(numbers: list[int]) -> int:
+        """Adds up.
+
+        Args:
+            numbers: What.
+        """
+        return numbers.pop() + sum(numbers)
+
+    call = Toolbox({"total": describe(total, "total")}, LONG_S).call(Asked("total", {"numbers": [1, 2, 3]}))
+    assert (call.arguments, call.result) == ({"numbers": [1, 2, 3]}, "6")
 
 
 _SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

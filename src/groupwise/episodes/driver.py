@@ -339,16 +339,15 @@ class _Episode:
         """The rewards of its turns and of the whole; none where the environment failed."""
         try:
             whole = self.partner.reward(None if self.last.stopped else self.last)
-        except (CallRaised, CallTimedOut, TypeError, ValueError) as failure:
+            known = [part for part in (*(turn.reward for turn in self.turns), whole) if part is not None]
+            self.reward = math.fsum(known) if known else None
+        except (CallRaised, CallTimedOut, OverflowError, TypeError, ValueError) as failure:
             self.finish_reason = "timeout" if isinstance(failure, CallTimedOut) else "environment_error"
             logger.warning(
                 "the reward of the environment failed on problem %s: %s", self.prompt.problem.id, failure or "time-out"
             )
         if self.finish_reason in FAILURES:
-            return
-        parts = [*(turn.reward for turn in self.turns), whole]
-        known = [part for part in parts if part is not None]
-        self.reward = math.fsum(known) if known else None
+            self.reward = None
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None

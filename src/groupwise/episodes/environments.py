@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.tools import Tool, Toolbox, as_text, describe, shortened
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.importing import import_member, in_one_line
-from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit
+from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit, own_copy
 from groupwise.types import Completion, FinishReason, Problem, ToolCall
 
 __all__ = ["Environments", "Partner", "Reply", "ToolUse"]
@@ -99,6 +100,8 @@ class Steps:
             taken = call_with_limit(partial(step, turn.text), {}, self.timeout_s)
             observation, reward, done, _ = taken
             reward = None if reward is None else float(reward)
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError
             if done:
                 return Reply(ended="stop", reward=reward)
             return Reply(("" if observation is None else shortened(as_text(observation, "step")),), reward=reward)
@@ -106,8 +109,8 @@ class Steps:
             return Reply(ended="timeout", calls=(_failed("timed_out", f"step did not answer within {self.timeout_s:g} seconds"),))
         except CallRaised as raised:
             return Reply(ended="environment_error", calls=(_failed("raised", str(raised)),))
-        except (TypeError, ValueError):
-            why = f"step returned {taken!r:.80}, but it must return (observation, reward, done, info)"
+        except (OverflowError, TypeError, ValueError):
+            why = f"step returned {taken!r:.80}, but it must return (observation, reward, done, info) with a finite reward"
             return Reply(ended="environment_error", calls=(_failed("raised", why),))
 
     def reward(self, unheard: Completion | None) -> float | None:
@@ -174,15 +177,20 @@ class Environments:
             raise TrainingError(
                 f"reset of the environment {type(environment).__name__} failed on problem {problem.id}: {why}"
             ) from failure
-        if isinstance(said, tuple):  # (observation, info), as games have it
-            said = said[0]
-        return None if said is None else as_text(said, "reset")
+        try:
+            if isinstance(said, tuple):  # (observation, info), as games have it
+                said = said[0]
+            return None if said is None else as_text(said, "reset")
+        except (IndexError, TypeError) as error:
+            raise TrainingError(
+                f"reset of the environment {type(environment).__name__} returned a {type(said).__name__} on problem {problem.id}, but "
+                "it must return text or JSON, None, or (observation, info)"
+            ) from error
 
     def row(self, problem: Problem) -> dict[str, Any]:
-        """What its ``reset`` is told of a problem."""
-        row: dict[str, Any] = {**problem.columns, "answer": problem.answer, "prompt": problem.question}
-        row.pop("environment", None)
-        return row
+        """What its ``reset`` is told of a problem, as copies of its own."""
+        told = {**problem.columns, "answer": problem.answer, "prompt": problem.question}
+        return {name: own_copy(value) for name, value in told.items() if name != "environment"}
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
         """Its public methods, where it has no ``step``."""

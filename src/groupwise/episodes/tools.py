@@ -88,6 +88,8 @@ def describe(function: Any, place: str) -> Tool:
         raise ConfigError(f"the tool {place} is no function: name one with types and a docstring")
     try:
         schema = get_json_schema(function)
+        if not schema["function"]["description"]:
+            raise ValueError("its docstring does not begin with a sentence")
     except Exception as error:  # the library has several kinds, and a docstring may hold anything
         raise ConfigError(
             f"the tool {place} cannot be described to a policy ({in_one_line(error)}): give each argument a type, and the docstring a "
@@ -122,7 +124,7 @@ class Toolbox:
             arguments = _bound(tool, asked)
         except (TypeError, ValueError) as error:
             return _failed(asked, "invalid", f"{error}; it is called as {tool.name}({', '.join(tool.parameters)})")
-        named = Asked(asked.name, arguments)
+        named = Asked(asked.name, _plain(arguments))  # before the tool changes them
         try:
             result = self.write(call_with_limit(tool.function, arguments, None if tool.bounded else self.timeout_s), tool.name)
         except CallTimedOut:
@@ -133,7 +135,7 @@ class Toolbox:
             return _failed(named, "raised", in_one_line(raised.__cause__ or raised))
         except TypeError as error:
             return _failed(named, "raised", str(error))
-        return ToolCall(tool.name, _plain(arguments), shortened(result, self.longest))
+        return ToolCall(tool.name, named.arguments, shortened(result, self.longest))
 
     def _late(self, asked: Asked) -> ToolCall:
         return _failed(asked, "timed_out", f"{asked.name} did not answer within {self.timeout_s:g} seconds")

@@ -23,6 +23,7 @@ from groupwise.episodes.templates import TurnTemplate
 from groupwise.episodes.tools import Tool, Toolbox, as_text, describe
 from groupwise.errors import ConfigError
 from groupwise.models.load import Policy
+from groupwise.rewards.calling import own_copy
 from groupwise.trl.config import ArgumentError, GRPOConfig
 from groupwise.types import Completion, FinishReason, Problem, Prompt, Turn
 
@@ -65,7 +66,7 @@ class Pool(Environments):
         row |= problem.columns
         if None not in self.factories:
             row.pop("environment", None)
-        return row
+        return {name: own_copy(value) for name, value in row.items()}
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
         return self.methods_of(environment)
