@@ -11,7 +11,7 @@ from groupwise.config.schema import RolloutConfig
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.distributed import World
 from groupwise.engines.base import Engine, SamplingSettings
-from groupwise.engines.wrappers import sampling_costs
+from groupwise.engines.wrappers import check_same, sampling_costs
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.rewards.functions import is_well_formed
 from groupwise.rewards.suite import RewardFailure, RewardSuite
@@ -146,7 +146,8 @@ def collect(
 
 
 def assign_prompts(prompts: Sequence[Prompt], config: RolloutConfig, world: World) -> list[int]:
-    """Indices of the prompts assigned to this process."""
+    """Indices of the prompts assigned to this process. A collective call. Raises TrainingError where processes have different ones."""
+    check_same(prompts, world)
     return world.assigned(sampling_costs(prompts, config.completions_per_prompt, rollout_settings(config)))
 
 

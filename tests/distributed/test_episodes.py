@@ -5,6 +5,12 @@ import sys
 
 import pytest
 
+from groupwise.config.schema import RolloutConfig
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.wrappers import DealtEngine
+from groupwise.errors import TrainingError
+from groupwise.rollout import assign_prompts
+from groupwise.types import Problem, Prompt
 from tests.tiny import forking, tiny_config, write_tiny_llama
 
 
@@ -82,3 +88,18 @@ def test_two_processes_learn_from_forks_as_one_does(train_in, tmp_path, sums):
     for ours, theirs in zip(alone, together, strict=True):
         for name in ("episodes/turns", "episodes/given_tokens", "reward/mean", "policy/loss", "optimizer/grad_norm"):
             assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("way", ["a step's", "all"])
+def test_prompts_that_a_process_renders_otherwise_are_refused(in_threads, way):
+    """Of the same length, too: all would learn under their own what one has sampled."""
+
+    def work(world):
+        ids = [(5, 6), (7, 8 + world.rank)]
+        prompts = [Prompt(Problem(name, "?", "1"), "?", of) for name, of in zip("pq", ids, strict=True)]
+        if way == "all":
+            return DealtEngine(None, world).sample(prompts, 2, SamplingSettings(8), seed=0, scope="x")
+        return assign_prompts(prompts, RolloutConfig(), world)
+
+    with pytest.raises(TrainingError, match=r"process 1 of 2 has another prompt for problem q than process 0, .* seed"):
+        in_threads(2, work)

@@ -3,6 +3,7 @@
 The processes are threads here, which exchange through pickles what processes exchange; test_processes.py has real ones.
 """
 
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from groupwise.distributed import World
 from groupwise.distributed import world as world_module
 from groupwise.distributed.failures import LostTouch
+from groupwise.episodes import worked_episode
 from groupwise.errors import RankError, RewardError
 from groupwise.metrics import Max, Mean, Sum
 from groupwise.rewards.load import reward_scope
@@ -194,8 +196,12 @@ def test_gpus_that_do_not_reach_each_other_are_found_before_anything_is_computed
         tensor.fill_(2)
 
     first_message = World._first_message
-    with pytest.raises(RankError, match=r"failed \(NCCL error: unhandled system error\): NCCL_DEBUG=INFO .*NCCL_SOCKET_IFNAME"):
-        tried(lost)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for here, has_networks in (("2", False), ("1", True)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+        with pytest.raises(RankError, match=r"failed \(NCCL error: unhandled system error\): NCCL_DEBUG=INFO .*_P2P_") as told:
+            tried(lost)
+        assert ("NCCL_SOCKET_IFNAME" in str(told.value)) is has_networks, "on one machine it is the loopback"
     with pytest.raises(RankError, match=r"add up ones to another number: .*NCCL_DEBUG=INFO"):
         tried(lambda tensor: tensor.fill_(0))
     assert capsys.readouterr().err == ""
@@ -224,3 +230,16 @@ def test_replicas_that_drift_apart_are_found_and_errors_of_the_first_are_everybo
         return world.on_rank0(lambda: world.rank)
 
     assert in_threads(3, failing) == [0, 0, 0]
+
+
+def test_a_warm_start_learns_from_what_the_first_process_played(train_in, small_config, monkeypatch):
+    """Tools and environments may answer another one otherwise."""
+
+    def played(*given):
+        ((asked, ids, own),) = worked_episode(*given)
+        more = threading.current_thread().name == "process 1 of 2"
+        return [(asked, ids * (1 + more), own * (1 + more))]
+
+    monkeypatch.setattr("groupwise.training.warm_start.worked_episode", played)
+    config = small_config(warm_start={"steps": 2, "examples_per_step": 5})
+    assert_same_run(train_in(1, "one", config), train_in(2, "two", config))

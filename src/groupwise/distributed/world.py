@@ -105,6 +105,16 @@ class World:
             dist.all_gather(parts, padded, group=self._control)
         return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
+    def first_difference(self, values: Sequence[object]) -> tuple[int, int] | None:
+        """The first process whose ``values`` are not those of process 0, and the place of the first such value; None where all have
+        the same. As many everywhere. A collective call."""
+        first, *others = self.all_gather_object(list(values))
+        for rank, other in enumerate(others, 1):
+            for place, (theirs, own) in enumerate(zip(first, other, strict=True)):
+                if theirs != own:
+                    return rank, place
+        return None
+
     def on_rank0(self, action: Callable[[], T]) -> T:
         """Run ``action`` in the first process; its result, or its exception, in all of them. A collective call."""
         if self.size == 1:
@@ -172,7 +182,9 @@ class World:
             self._first_message(self._device)
 
     def _first_message(self, device: torch.device) -> None:
-        remedy = "NCCL_DEBUG=INFO shows what it tries, NCCL_SOCKET_IFNAME=NAME has it take another network"
+        remedy = "NCCL_DEBUG=INFO shows what it tries, NCCL_P2P_DISABLE=1 has it go around the links between GPUs"
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):  # on one machine the run sets the loopback
+            remedy += ", NCCL_SOCKET_IFNAME=NAME has it take another network"
         ones = torch.ones(2**20, device=device)
         late = threading.Timer(_FIRST_MESSAGE_S, _say_late, [self.size, remedy])
         late.daemon = True
@@ -188,8 +200,7 @@ class World:
             late.cancel()
         if not right:
             raise RankError(
-                f"the GPUs of {self.size} processes add up ones to another number: a link between them does not work. {remedy}; try "
-                "NCCL_P2P_DISABLE=1",
+                f"the GPUs of {self.size} processes add up ones to another number: a link between them does not work. {remedy}",
                 1,
             )
 

@@ -19,11 +19,12 @@ import torch
 
 from groupwise.distributed import World
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
+from groupwise.errors import TrainingError
 from groupwise.memory import ran_out_on_device, reclaim_memory
 from groupwise.metrics import Metric, Sum
 from groupwise.types import Completion, Prompt
 
-__all__ = ["DealtEngine", "QueuedRequest", "RowLimit", "SamplingThread", "sampling_costs"]
+__all__ = ["DealtEngine", "QueuedRequest", "RowLimit", "SamplingThread", "check_same", "sampling_costs"]
 
 _LOOK_EVERY_S = 0.1
 _LAST_TOKEN_S = 20.0
@@ -119,6 +120,20 @@ def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
+def check_same(prompts: Sequence[Prompt], world: World) -> None:
+    """Raise TrainingError where processes rendered different prompts: what one samples, all learn from. A collective call."""
+    if world.size == 1:
+        return
+    other = world.first_difference([hash(prompt.token_ids) for prompt in prompts])  # numbers hash alike in every process
+    if other is not None:
+        rank, place = other
+        raise TrainingError(
+            f"process {rank} of {world.size} has another prompt for problem {prompts[place].problem.id} than process 0, but all "
+            "processes must render the same: give them the same data, have reset of an environment draw from an argument seed, and "
+            "leave host names, times, paths of temporary files and the order of sets out of what it returns, or an agent asks first"
+        )
+
+
 def sampling_costs(prompts: Sequence[Prompt], samples_per_prompt: int, settings: SamplingSettings) -> list[float]:
     """Estimated tokens of each prompt's group: the prompt once, and completions of half the limit, since nobody knows them yet."""
     return [len(prompt.token_ids) + samples_per_prompt * settings.max_tokens / 2 for prompt in prompts]
@@ -136,6 +151,7 @@ class DealtEngine(Engine):
 
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``; progress is this process's own."""
+        check_same(request.prompts, self.world)
         if self.in_order:
             first, last = (len(request.prompts) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1))
             own = list(range(first, last))

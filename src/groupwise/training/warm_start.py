@@ -7,6 +7,7 @@ completion, no group varies, and nothing is learnt; a short warm start gives the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def warm_start(
     in_a_row = 0
     for step in range(settings.steps):
         chosen = [prompts[i] for i in _examples(config, len(prompts), step)]
-        examples = [sample for prompt in chosen for sample in worked_episode(prompt, style, tokenizer, episodes)]
+        examples = world.on_rank0(partial(_worked, chosen, style, tokenizer, episodes))  # tools may answer another otherwise
         passes = _Passes(scorer, examples, optimizer, world, sharding, budget, noise=(config.training.seed, _BEFORE_ALL, step))
         loss = sum(world.all_gather_object(budget.attempt(passes.backward, passes.largest_divisible, optimizer.clear)))
         sharding.sum_gradients(optimizer)
@@ -97,6 +98,10 @@ def warm_start(
         if on_step:
             on_step(step + 1, loss)
     optimizer.close()
+
+
+def _worked(prompts: Sequence[Prompt], style: AnswerStyle, tokenizer: Any, episodes: Episodes | None) -> list[Played]:
+    return [sample for prompt in prompts for sample in worked_episode(prompt, style, tokenizer, episodes)]
 
 
 class _Passes:
