@@ -422,6 +422,50 @@ with socket.create_connection((where.hostname, where.port)) as early:
     assert (completion.finish_reason, completion.reward) == ("stop", 7.0)
 
 
+SIDE_BY_SIDE = """
+import threading
+
+ask()
+told("And then?")
+body, answers = json.dumps({"model": "gpt-4o", "messages": messages}).encode(), []
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+
+
+def same():
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        answers.append(json.load(answer)["choices"][0]["message"]["content"])
+
+
+threads = [threading.Thread(target=same) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps({"reward": len(set(answers))}))
+"""
+
+
+def test_who_asks_the_same_side_by_side_is_answered_one_after_the_other(tokenizer, agent, monkeypatch):
+    engine = Says(tokenizer, ["First.", "One.", "Two.", "Three."])
+    asked, serve, begin = [], engine.serve, agents._Program.begin
+
+    def serve_late(request, on_progress=None):
+        assert not engine.asked or comes(lambda: len(asked) == 5), "for the prompt, the first turn, and three together"
+        return serve(request, on_progress)
+
+    def begin_and_note(one, body):
+        exchange = begin(one, body)
+        asked.append(body)
+        return exchange
+
+    engine.serve = serve_late
+    monkeypatch.setattr(agents._Program, "begin", begin_and_note)
+    ((completion,),), _ = played(engine, tokenizer, agent(SIDE_BY_SIDE), rewritten_history="fork")
+    assert (completion.finish_reason, completion.reward) == ("stop", 3.0)
+    assert [turn.rewritten for turn in completion.turns] == [False, False, False, True, False, True, False]
+
+
 @pytest.mark.parametrize("kind", ["builtin", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_logprobs_of_an_agent_s_episodes_are_those_of_one_pass(kind, tmp_path, agent):
     """The oracle is the library's module over the whole episode at once; company and places change nobody's tokens."""

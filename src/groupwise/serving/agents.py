@@ -238,11 +238,26 @@ class _Handler(ChatHandler):
         self.service = door if program is None else program
         return program is not None
 
+    def _tell(self, exchange: Exchange) -> None:
+        assert isinstance(exchange, _Exchange)
+        exchange.is_there = self._is_there
+        super()._tell(exchange)
+
 
 class _Exchange(Exchange):
     """The answer is one turn of an episode, and comes at once."""
 
     refused: Refused | None = None
+    is_there: Callable[[], bool] | None = None
+    """Looks at the connection of who asked; None before its handler waits for the answer."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether who asked still waits. The handler notices later that it has hung up, and it may ask again at once."""
+        try:
+            return self.choices[0].wanted and (self.is_there is None or self.is_there())
+        except (OSError, ValueError):  # the connection was closed meanwhile
+            return False
 
     @property
     def is_finished(self) -> bool:
@@ -258,7 +273,7 @@ class _Exchange(Exchange):
 
 @dataclass(eq=False)
 class _Question:
-    """What a program asked. Who asks the same again while it waits has hung up before, and takes the answer in its own place."""
+    """What a program asked. Who has hung up before the answer and asks the same again takes it in its own place."""
 
     ask: Ask
     exchange: _Exchange
@@ -276,7 +291,7 @@ class _Program:
         self.printed, self.complained = bytearray(), bytearray()
         """The end of its output, and of its errors."""
         self._news: queue.SimpleQueue[_Question | int] = queue.SimpleQueue()
-        self._latest: _Question | None = None
+        self._waiting: list[_Question] = []
         self._refusal: Refused | None = None
         self._lock = threading.Lock()
         row = {**problem.columns, "prompt": problem.question, "answer": problem.answer}
@@ -297,13 +312,15 @@ class _Program:
         with self._lock:
             if self._refusal is not None:
                 raise self._refusal
-            exchange, latest = self._exchange(ask), self._latest
-            if latest is not None and not latest.is_settled and _is_same(latest.ask, ask):
-                latest.exchange.refuse(Refused("the same was asked again meanwhile", status=409))
-                latest.exchange = exchange
-            else:
-                self._latest = _Question(ask, exchange)
-                self._news.put(self._latest)
+            exchange = self._exchange(ask)
+            self._waiting = [question for question in self._waiting if not question.is_settled]
+            for question in self._waiting:
+                if _is_same(question.ask, ask) and not question.exchange.is_awaited:
+                    question.exchange.refuse(Refused("the same was asked again meanwhile", status=409))
+                    question.exchange = exchange
+                    return exchange
+            self._waiting.append(_Question(ask, exchange))
+            self._news.put(self._waiting[-1])
         return exchange
 
     def _exchange(self, ask: Ask) -> _Exchange:
