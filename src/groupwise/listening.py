@@ -43,6 +43,7 @@ class BoundedServer(ThreadingHTTPServer):
     """A server with a limit to its connections at once, each of which has a thread; one too many is closed."""
 
     daemon_threads = True
+    request_queue_size = 128  # many agents begin at once
 
     def __init__(self, address: tuple[str, int], handler: Any, connections: int) -> None:
         self._free = threading.BoundedSemaphore(connections)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import ExitStack
 
 import pytest
 
@@ -105,6 +106,15 @@ def test_who_announces_and_never_sends_is_hung_up_on(serving, monkeypatch):
     with socket.create_connection(("127.0.0.1", where.port), timeout=20) as idle:
         idle.sendall(head + b"x")
         assert idle.recv(1000) == b""
+
+
+def test_many_may_connect_at_once():
+    """Before the first is accepted."""
+    waiting = listening.BoundedServer(("127.0.0.1", 0), listening.Handler, 1)
+    with ExitStack() as ends:
+        ends.callback(waiting.server_close)
+        for _ in range(64):
+            ends.enter_context(socket.create_connection(waiting.server_address, timeout=1))
 
 
 def test_an_address_of_ipv6_is_served(serving):
