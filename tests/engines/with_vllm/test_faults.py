@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import http.server
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
 
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm import protocol, pushing
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.engine import _own, check_vllm
-from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Broken, Refused, StaleWeights
+from groupwise.engines.vllm.protocol import PROTOCOL, BeginAgain, Broken, Refused, StaleWeights, shape_of
 from groupwise.engines.vllm.pushing import named_weights, packed_buckets
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, TrainingError
@@ -258,6 +260,15 @@ def test_a_server_with_another_model_is_refused_before_anything_is_loaded(serve,
         check_vllm(rollout, tiny_qwen2().config, "a/b")
     with pytest.raises(ConfigError, match=r"\(vocab_size 128, not 160\)"):
         check_vllm(rollout, tiny_llama(vocab_size=160).config, "a/b")
+
+
+def test_rotations_by_type_of_layer_are_compared_as_one_version_s_and_the_other_s():
+    """Gemma 3's are nested since transformers 5."""
+    scaled = {"rope_type": "linear", "factor": 8.0}
+    nested = {"full_attention": {**scaled, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    before, since = SimpleNamespace(rope_theta=1e6, rope_scaling=scaled), SimpleNamespace(rope_parameters=nested)
+    assert shape_of(since) == shape_of(before) == {"rope_theta": 1e6, "rope_type": "linear", "rope_factor": 8.0}
+    assert shape_of(Gemma3TextConfig(rope_scaling=scaled)).items() >= shape_of(before).items()
 
 
 def test_a_server_of_another_protocol_is_refused_by_name(serve, tiny_llama, monkeypatch):

@@ -128,6 +128,17 @@ def test_messages_have_a_largest_size(serve, tiny_llama):
     assert "is more than" in said["refused"]
 
 
+def test_a_tensor_of_several_gib_is_read(serve, tiny_llama):
+    """Here as far as it comes."""
+    server = serve(tiny_llama())
+    head = f"POST /groupwise/bucket?id=a&index=0&sha256=0 HTTP/1.1\r\nHost: localhost\r\nContent-Length: {5 * 2**30}\r\n"
+    head += "".join(f"{name}: {value}\r\n" for name, value in GOOD.items()) + "\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as trainer:
+        trainer.sendall(head.encode())
+        trainer.shutdown(socket.SHUT_WR)
+        assert trainer.recv(1000) == b"", "it is not refused for its length"
+
+
 def test_connections_are_bounded_and_come_free_again(serve, tiny_llama, monkeypatch):
     monkeypatch.setattr(serving, "_MOST_CONNECTIONS", 3)
     server = serve(tiny_llama())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from groupwise.engines.vllm.backend import GroupwiseWorker, _Load, _Sleep
+from groupwise.engines.vllm.backend import GroupwiseWorker, VllmBackend, _Load, _Sleep
 from groupwise.engines.vllm.transfer import handles_to
 
 FULL = {"compared": 2, "repacked": 0, "sharded": 0}
@@ -170,3 +173,14 @@ def test_what_vllm_does_not_do_is_told_to_whoever_asked(made):
     item.run(Recorder(**failing))
     with pytest.raises(ValueError, match="AssertionError: no room"):
         item.result.result()
+
+
+def test_vllm_ends_once_nobody_steps_it():
+    backend, ended = VllmBackend.__new__(VllmBackend), []
+    backend._inbox = queue.SimpleQueue()
+    backend._thread = threading.Thread(target=backend._inbox.get)
+    backend._thread.start()
+    core = SimpleNamespace(shutdown=lambda: ended.append(backend._thread.is_alive()))
+    backend.engine = SimpleNamespace(engine_core=core)
+    backend.close()
+    assert ended == [False]

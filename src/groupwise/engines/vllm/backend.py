@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,8 +263,12 @@ class VllmBackend:
             call.given_up = True
 
     def close(self) -> None:
+        """vLLM ends and hands back its memory, so that another may start in this process."""
         self._inbox.put(None)
         self._thread.join(timeout=30)
+        if not self._thread.is_alive():
+            with suppress(Exception):  # one that broke down may not end in good order either
+                self.engine.engine_core.shutdown()
 
     def _loop(self) -> None:
         """Take what came in, step, hand out; sleep while there is nothing to do."""

@@ -191,6 +191,8 @@ def shape_of(hf_config: Any) -> dict[str, Any]:
     shape = {name: getattr(text, name, None) for name in _SHAPE}
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)  # the former since transformers 5
     rope = rope if isinstance(rope, Mapping) else {}
+    nested = rope.get("full_attention")  # by type of layer, as Gemma 3 has it since transformers 5
+    rope = nested if isinstance(nested, Mapping) else rope
     if shape["rope_theta"] is None:
         shape["rope_theta"] = rope.get("rope_theta")
     shape["rope_type"] = rope.get("rope_type", "default")

@@ -24,8 +24,8 @@ from groupwise.engines.vllm.transfer import Adapter, Source
 
 __all__ = ["MOST_BYTES", "Backend", "Service"]
 
-MOST_BYTES = 4 * 2**30
-"""Most bytes of one part of an update."""
+MOST_BYTES = 64 * 2**30
+"""Most bytes of one part of an update. A tensor is never cut, and an embedding, or all experts of a layer, may have several GiB."""
 
 
 class Backend(Protocol):
