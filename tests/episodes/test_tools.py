@@ -145,7 +145,7 @@ def test_a_tool_must_say_what_it_does_and_what_its_arguments_are() -> None:
 
     def only_returns() -> str:
         """Returns:
-            A word.
+        A word.
         """
         return "word"
 
