@@ -23,6 +23,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "groupwise needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there):" \
 			"install one and run make again with PYTHON=python3.11 (or newer)" >&2; exit 1; }
+	@test ! -e $(VENV) || { echo "$(VENV) is there without bin/python: remove it and run make again" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(USER_STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -127,7 +127,7 @@ def evaluate(
     from groupwise.models.embedded import fetch_model
     from groupwise.tracking import make_trackers
 
-    given = {**read_overrides(data_overrides(data)), **read_overrides(overrides)}
+    given = {**read_overrides(data_overrides(data)), **read_overrides(overrides or ())}
     config, run_config = settings_for_model(os.fspath(model), given)
     refuse_named_code(config, run_config, data=True)
     fetch_model(config.model)

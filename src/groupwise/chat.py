@@ -13,14 +13,14 @@ from typing import Any, TextIO
 from groupwise.config.load import Overrides, load_config, load_run_config, read_overrides
 from groupwise.config.schema import Config, DataConfig, PromptConfig
 from groupwise.data.named import canonical_name, is_prepared
-from groupwise.data.prompts import resolve_system
-from groupwise.data.readers import names_function
+from groupwise.data.prompts import resolve_system, unknown_arguments
+from groupwise.data.readers import is_missing, names_function
 from groupwise.distributed import World
 from groupwise.engines import make_engine
 from groupwise.engines.base import COLDEST, Engine, SamplingSettings
 from groupwise.episodes import Episodes, open_episodes, playing, render_episode
 from groupwise.episodes.environments import Environments
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, ModelError
 from groupwise.importing import looks_like_file
 from groupwise.models.adapters import load_trained
 from groupwise.models.folder import adapter_in
@@ -88,18 +88,20 @@ def settings_for_model(model: str, overrides: Overrides = ()) -> tuple[Config, P
 
 def _of_other_data(own: DataConfig, asked: DataConfig) -> dict[str, Any]:
     """What of a run's ``own`` data does not hold for the data that are ``asked``. Its columns may be those of another file too, but not
-    those of a data set known by name, or of a prepared folder."""
-    name = canonical_name(asked.source)
+    those of a data set known by name, or of a prepared folder. A source whose path alone is another has moved."""
+    name, prepared = canonical_name(asked.source), is_prepared(asked.source)
     if asked.source == own.source or (name is not None and name == canonical_name(own.source)):
         return {}
-    return _OF_THE_SOURCE | (_OF_THE_COLUMNS if name is not None or is_prepared(asked.source) else {})
+    if asked.eval_source == own.eval_source and not (prepared or asked.source == "arithmetic"):
+        return {}
+    return _OF_THE_SOURCE | (_OF_THE_COLUMNS if name is not None or prepared else {})
 
 
 def note_on_form(config: Config, run_config: Path) -> str | None:
     """A sentence where ``prompt.system: auto`` asks a run's model for answers in another form than it was trained with; else None."""
     own = load_run_config(run_config)
-    if not own.prompt.system == config.prompt.system == "auto":
-        return None
+    if not own.prompt.system == config.prompt.system == "auto" or (own.data._found_style is None and is_missing(own.data.source)):
+        return None  # in what form a run was trained whose data are not here is a guess
     trained, asked = resolve_system(own.prompt, own.data)[1], resolve_system(config.prompt, config.data)[1]
     if trained == asked:
         return None
@@ -249,9 +251,13 @@ class Speaker:
 
 def load_to_ask(config: Config) -> Policy:
     """The policy of ``config``, on its base where it is an adapter."""
+    from groupwise.engines.vllm.engine import check_vllm
+
     model, adapter = with_base(config.model)
     policy = load_policy(model)
-    return policy if adapter is None else load_trained(policy, adapter)
+    policy = policy if adapter is None else load_trained(policy, adapter)
+    room = check_vllm(config.rollout, policy.model.config, policy.name) or policy.context_length
+    return replace(policy, context_length=min(room, policy.context_length))
 
 
 def _without_what_needs_a_row(config: Config) -> Config:
@@ -271,6 +277,8 @@ def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bo
         raise ConfigError(f"temperature is {temperature}, but it must be 0, for the likeliest tokens, or more")
     config = _without_what_needs_a_row(config)
     policy = load_to_ask(config)
+    if said := unknown_arguments(policy.tokenizer, config.prompt):
+        raise ModelError(said)
     episodes = open_episodes(config, policy.tokenizer, policy.end_token_ids)
     system, _ = resolve_system(config.prompt, config.data)
     greedy = greedy or temperature < COLDEST

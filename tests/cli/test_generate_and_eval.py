@@ -552,6 +552,12 @@ def test_what_a_run_says_of_its_data_holds_for_these_and_what_the_command_says_w
     assert settings_for_model(run, [*data_overrides("gsm8k"), "data.answer_column=answer"])[0].data.answer_column == "answer"
 
 
+def test_data_that_have_moved_are_the_run_s_own(own_data):
+    run = str(own_data("data.source=rows", "data.split=hard", "data.prompt_column=task"))
+    moved = settings_for_model(run, ["data.source=/elsewhere/rows"])[0].data
+    assert (moved.split, moved.prompt_column) == ("hard", "task")
+
+
 def test_eval_says_where_a_run_is_asked_in_another_form_than_it_was_trained_with(groupwise, own_data):
     words = ["model.dtype=float32", "model.device=cpu", "evaluation.modes=[greedy]", "rollout.max_completion_tokens=4"]
     run = own_data(*TABLE, "prompt.system=auto")

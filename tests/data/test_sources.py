@@ -16,7 +16,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from groupwise.config.schema import ArithmeticConfig, DataConfig, PromptConfig
+from groupwise.config.combinations import notes
+from groupwise.config.schema import ArithmeticConfig, Config, DataConfig, PromptConfig
 from groupwise.data.inspect import inspect_source
 from groupwise.data.prompts import worked_completion
 from groupwise.data.readers import names_function
@@ -293,7 +294,7 @@ def test_conversations(tmp_path: Path) -> None:
         ({"question": "q", "answer": "5"}, {"eval_split": "test"}, "data.eval_split is 'test', but .* is one file"),
         (
             {"question": "q", "answer": "5"},
-            {"subset": "main", "eval_source": "x.jsonl"},
+            {"subset": "main", "eval_source": "gsm8k"},
             "data.subset is 'main', but .* is one file",
         ),
         ({"question": "a\ud800b", "answer": "5"}, {}, "line 1 holds half a character"),
@@ -629,16 +630,24 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
         assert (found.answer, found.columns) == (answer, {"topic": "sums"})
 
 
-def test_settings_that_a_prepared_folder_has_behind_it_are_refused(tmp_path: Path) -> None:
+def test_settings_that_a_prepared_folder_has_behind_it_change_nothing(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl")
     save_prepared(load_problems(config(tmp_path / "a.jsonl")), str(tmp_path / "p"))
-    for setting, value in (("prompt_column", "task"), ("answer_column", "result"), ("answer_format", "plain")):
-        with pytest.raises(DataError, match=rf"data\.{setting} is {value!r}, but '.*' is a prepared folder, .*: leave it out"):
-            load_problems(config(tmp_path / "p", **{setting: value}))
-    with pytest.raises(DataError, match=r"data\.subset is 'main', but '.*' has no folder of that name"):
-        load_problems(config(tmp_path / "p", subset="main"))
+    behind = {"prompt_column": "task", "answer_column": "result", "answer_format": "plain", "subset": "main"}
+    assert load_problems(config(tmp_path / "p", **behind)).train == load_problems(config(tmp_path / "p")).train
+    said = notes(Config(data={"source": str(tmp_path / "p"), **behind}), prepared=True)
+    assert sum("data.source is a prepared folder, which is read and split already" in note for note in said) == 4
     other = config(tmp_path / "p", eval_source=str(tmp_path / "a.jsonl"), answer_format="gsm8k")
     assert len(load_held_out(other)) == 40, "whose answers they describe"
+
+
+def test_a_subset_may_be_of_the_held_out_source_alone(tmp_path: Path) -> None:
+    """A Hub set that is not known by name has no other place for its configuration."""
+    write_jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "held" / "hard").mkdir(parents=True)
+    write_jsonl(tmp_path / "held" / "hard" / "test.jsonl")
+    data = config(tmp_path / "a.jsonl", eval_source=str(tmp_path / "held"), eval_split="test", subset="hard")
+    assert len(load_held_out(data)) == 40
 
 
 def test_a_prepared_folder_is_replaced_from_within_and_nothing_else_is_lost(

@@ -90,6 +90,15 @@ def test_two_processes_learn_from_forks_as_one_does(train_in, tmp_path, sums):
             assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=1e-4, abs=1e-6), name
 
 
+def test_processes_that_have_another_number_of_prompts_are_told(in_threads):
+    def work(world):
+        prompts = [Prompt(Problem(name, "?", "1"), "?", (5,)) for name in "pq"[: 2 - world.rank]]
+        return DealtEngine(None, world).sample(prompts, 2, SamplingSettings(8), seed=0, scope="x")
+
+    with pytest.raises(TrainingError, match=r"process 1 of 2 has another prompt (for problem q|in place 1) than process 0"):
+        in_threads(2, work)
+
+
 @pytest.mark.parametrize("way", ["a step's", "all"])
 def test_prompts_that_a_process_renders_otherwise_are_refused(in_threads, way):
     """Of the same length, too: all would learn under their own what one has sampled."""

@@ -132,7 +132,8 @@ def _data(config: Config, prepared: bool) -> Iterator[str]:
         for name in chosen(data.arithmetic, *type(data.arithmetic).model_fields):
             yield _without_effect(f"data.arithmetic.{name}", getattr(data.arithmetic, name), f"data.source is {data.source}")
     if prepared and data.eval_source is None:
-        for name in chosen(data, "holdout", "split_seed", "on_bad_answer"):
+        done = ("holdout", "split_seed", "on_bad_answer", "prompt_column", "answer_column", "answer_format", "subset")
+        for name in chosen(data, *done):
             yield _without_effect(
                 f"data.{name}", getattr(data, name), "data.source is a prepared folder, which is read and split already"
             )

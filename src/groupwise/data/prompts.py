@@ -16,8 +16,8 @@ from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
 
 __all__ = [
-    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "render", "resolve_system", "worked_completion",
-    "worked_expressions",
+    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "render", "resolve_system", "unknown_arguments",
+    "worked_completion", "worked_expressions",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,18 @@ def render(
     return Prompt(problem, text, tuple(tokenizer(text)["input_ids"]))
 
 
+def unknown_arguments(tokenizer: Any, prompt: PromptConfig) -> str | None:
+    """A sentence where the model's chat template does not ask for some of ``prompt.template_arguments``, which Jinja takes in silence."""
+    template = str(getattr(tokenizer, "chat_template", None))
+    unknown = [name for name in prompt.template_arguments if name not in template]
+    if not unknown:
+        return None
+    return (
+        f"prompt.template_arguments has {', '.join(unknown)}, which the model's chat template does not ask for: correct the name, or leave "
+        "it out"
+    )
+
+
 def note_on_date(tokenizer: Any, prompt: PromptConfig) -> str | None:
     """A sentence for a chat template that writes the day's date (Llama 3.2's does), by which prompts differ from day to day; else None."""
     template = str(getattr(tokenizer, "chat_template", None))
@@ -130,13 +142,6 @@ def _render_chat(problem: Problem, tokenizer: Any, messages: list[Message], more
     """``more``: what the template is given beside the messages."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ModelError("the tokenizer has no chat template: set prompt.style to plain or concat, or take an instruct model")
-    if unknown := [
-        name for name in more if name != "tools" and name not in str(tokenizer.chat_template)
-    ]:  # Jinja takes any in silence
-        raise ModelError(
-            f"prompt.template_arguments has {', '.join(unknown)}, which the model's chat template does not ask for: correct the name, or "
-            "leave it out"
-        )
     try:
         text = _template(tokenizer, messages, more, tokenize=False)
         # Some templates leave a system turn out without a word; the model would never see its instructions.

@@ -183,7 +183,10 @@ def refuse_inert(data: DataConfig) -> None:
     """Raise DataError for settings that do nothing with these sources. ``config.inert`` has those that need no look at the disk."""
     check_named_folder(data.folder, [data.source, data.eval_source or ""])
     elsewhere = data.eval_source is not None or data.eval_split == data.split  # of another source, or refused when it is read
-    written = chosen(data, "split", "subset", *([] if elsewhere else ["eval_split"]))
+    held_out = data.eval_source
+    # A held-out source that is not known by name is read with `subset` too.
+    shared = held_out not in (None, "arithmetic") and not (canonical_name(held_out) or read_whole(held_out))
+    written = chosen(data, "split", *([] if shared else ["subset"]), *([] if elsewhere else ["eval_split"]))
     whole = read_whole(data.source)
     if written and whole:
         default = "train" if written[0] == "split" else "null"
@@ -192,14 +195,8 @@ def refuse_inert(data: DataConfig) -> None:
             f"(where a recipe has it: data.{written[0]}={default}); held-out problems come from data.eval_source, or are data.holdout of "
             "its own"
         )
-    if data.eval_source is None and is_prepared(data.source):
-        for name in chosen(data, "prompt_column", "answer_column", "answer_format"):
-            raise DataError(
-                f"data.{name} is {getattr(data, name)!r}, but {data.source!r} is a prepared folder, whose questions and answers are read "
-                "already: leave it out, or prepare the folder again with it"
-            )
     known = NAMED.get(canonical_name(data.source) or "")
-    if chosen(data, "subset") and data.subset != (known and known.subset):
+    if chosen(data, "subset") and not shared and data.subset != (known and known.subset) and not is_prepared(data.source):
         place = place_of(data.source, data.split, named_folder(data.folder))
         if place is not None and not (place / str(data.subset)).is_dir():
             raise DataError(

@@ -106,13 +106,13 @@ class World:
         return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
     def first_difference(self, values: Sequence[object]) -> tuple[int, int] | None:
-        """The first process whose ``values`` are not those of process 0, and the place of the first such value; None where all have
-        the same. As many everywhere. A collective call."""
+        """The first process whose ``values`` are not those of process 0, and the place of the first such value, which one of the two may
+        lack; None where all have the same. A collective call."""
         first, *others = self.all_gather_object(list(values))
         for rank, other in enumerate(others, 1):
-            for place, (theirs, own) in enumerate(zip(first, other, strict=True)):
-                if theirs != own:
-                    return rank, place
+            if other != first:
+                same = zip(first, other, strict=False)
+                return rank, next((i for i, (a, b) in enumerate(same) if a != b), min(len(first), len(other)))
         return None
 
     def on_rank0(self, action: Callable[[], T]) -> T:

@@ -127,8 +127,9 @@ def check_same(prompts: Sequence[Prompt], world: World) -> None:
     other = world.first_difference([hash(prompt.token_ids) for prompt in prompts])  # numbers hash alike in every process
     if other is not None:
         rank, place = other
+        which = f"for problem {prompts[place].problem.id}" if place < len(prompts) else f"in place {place}"
         raise TrainingError(
-            f"process {rank} of {world.size} has another prompt for problem {prompts[place].problem.id} than process 0, but all "
+            f"process {rank} of {world.size} has another prompt {which} than process 0, but all "
             "processes must render the same: give them the same data, have reset of an environment draw from an argument seed, and "
             "leave host names, times, paths of temporary files and the order of sets out of what it returns, or an agent asks first"
         )

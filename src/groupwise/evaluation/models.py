@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ __all__ = [
     "write_records",
 ]
 
+logger = logging.getLogger("groupwise")
+
 Judged = tuple[str, list[Evaluation]]
 """A model as it was named, and its evaluations, one a mode."""
 
@@ -57,7 +60,7 @@ def evaluate_model(
         ModelError, DataError: what the model or the data lack.
         ConfigError: no vLLM samples for the config.
     """
-    from groupwise.data.prompts import resolve_system
+    from groupwise.data.prompts import resolve_system, unknown_arguments
     from groupwise.data.sources import load_held_out
     from groupwise.engines import make_engine
     from groupwise.engines.vllm.engine import check_vllm
@@ -83,6 +86,8 @@ def evaluate_model(
     held_out = load_held_out(config.data)
     problems = with_shots(held_out[: config.evaluation.problems], config, style)
     tokenizer = load_tokenizer(model_config)
+    if said := unknown_arguments(tokenizer, config.prompt):  # a note alone: the settings are for all models that are judged
+        logger.warning("%s: %s", model, said)
     hf_config = load_model_config(model_config)
     room = context_length(hf_config, tokenizer)
     room = min(room, check_vllm(config.rollout, hf_config, model) or room)

@@ -19,13 +19,13 @@ from groupwise.algorithm import Objective
 from groupwise.config.combinations import note_on_processes, notes, prompt_limit, refuse_untrainable
 from groupwise.config.schema import Config
 from groupwise.data.named import is_prepared
-from groupwise.data.prompts import drop_long_prompts, note_on_date, resolve_system
+from groupwise.data.prompts import drop_long_prompts, note_on_date, resolve_system, unknown_arguments
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.distributed import world_size
 from groupwise.engines import check_engine
 from groupwise.engines.vllm.engine import check_vllm
 from groupwise.episodes import Episodes, open_episodes, render_episode
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, ModelError
 from groupwise.evaluation.judging import with_shots
 from groupwise.models.families import why_uncovered
 from groupwise.models.load import (
@@ -147,6 +147,8 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     for problem in problems.train:
         suite.require_columns(problem)
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
+    if said := unknown_arguments(tokenizer, config.prompt):
+        raise ModelError(said)
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)), open_agents)
     check_sharding(config, hf_config, processes)
