@@ -102,6 +102,8 @@ def _of(kind: Any, info: FieldInfo) -> st.SearchStrategy[Any]:
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     if kind is type(None):
         return st.none()
+    if kind is Any:
+        return st.one_of(st.booleans(), st.integers(0, MOST), st.text(max_size=12))
     if kind is bool:
         return st.booleans()
     if kind is int:
