@@ -529,3 +529,8 @@ def test_a_warmup_is_steps_or_a_share_of_the_run():
     assert load_config(None, ["optimizer.warmup_steps=0.1"]).optimizer.warmup_steps == 0.1
     with pytest.raises(ConfigError, match="below 1 a share of the run's"):
         load_config(None, ["optimizer.warmup_steps=1.5"])
+
+
+@pytest.mark.parametrize("rewards", [1, None, {"functions": 1}, {"functions": ["correctness", None]}, {"functions": {"a": 1}}])
+def test_what_differs_from_the_defaults_is_told_of_a_file_that_is_no_config_too(rewards):
+    assert changed_settings({"rewards": rewards}) == {"rewards": rewards}

@@ -259,7 +259,7 @@ def dump_config(config: Config) -> str:
 
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config that differ from the defaults, as plain values in the shape of the YAML."""
+    """The settings of a config that differ from the defaults, as plain values in the shape of the YAML. They may be a file's, unchecked."""
     different = _difference(settings, Config().model_dump(mode="json"))
     algorithm = settings.get("algorithm")
     own = _changed_objective(algorithm) if isinstance(algorithm, Mapping) else None
@@ -267,9 +267,10 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         different["algorithm"] = own
     elif own is not None:
         different.pop("algorithm", None)
-    if functions := different.get("rewards", {}).get("functions"):
+    rewards = different.get("rewards")
+    if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list):
         plain = RewardFunctionConfig.model_construct().model_dump(mode="json")
-        different["rewards"]["functions"] = [_difference(one, plain) for one in functions]
+        rewards["functions"] = [_difference(one, plain) if isinstance(one, Mapping) else one for one in functions]
     return different
 
 
