@@ -24,7 +24,7 @@ from groupwise.errors import ConfigError, ModelError
 from groupwise.importing import looks_like_file
 from groupwise.models.adapters import load_trained
 from groupwise.models.folder import adapter_in
-from groupwise.models.load import Policy, load_policy, with_base
+from groupwise.models.load import Policy, load_policy, load_tokenizer, with_base
 from groupwise.tracking.text import visible
 from groupwise.types import Message, Problem
 
@@ -250,10 +250,13 @@ class Speaker:
 
 
 def load_to_ask(config: Config) -> Policy:
-    """The policy of ``config``, on its base where it is an adapter."""
+    """The policy of ``config``, on its base where it is an adapter. Raises ModelError for arguments that its chat template does not ask
+    for."""
     from groupwise.engines.vllm.engine import check_vllm
 
     model, adapter = with_base(config.model)
+    if config.prompt.template_arguments and (said := unknown_arguments(load_tokenizer(model), config.prompt)):
+        raise ModelError(said)
     policy = load_policy(model)
     policy = policy if adapter is None else load_trained(policy, adapter)
     room = check_vllm(config.rollout, policy.model.config, policy.name) or policy.context_length
@@ -277,8 +280,6 @@ def make_speaker(config: Config, max_tokens: int, temperature: float, greedy: bo
         raise ConfigError(f"temperature is {temperature}, but it must be 0, for the likeliest tokens, or more")
     config = _without_what_needs_a_row(config)
     policy = load_to_ask(config)
-    if said := unknown_arguments(policy.tokenizer, config.prompt):
-        raise ModelError(said)
     episodes = open_episodes(config, policy.tokenizer, policy.end_token_ids)
     system, _ = resolve_system(config.prompt, config.data)
     greedy = greedy or temperature < COLDEST

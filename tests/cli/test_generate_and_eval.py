@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.chat import Speaker, answer_lines, refuse_named_code, settings_for_model
+from groupwise.chat import Speaker, answer_lines, load_to_ask, refuse_named_code, settings_for_model
 from groupwise.cli.models import _settings, converse
 from groupwise.config import build_config, dump_config, load_config
 from groupwise.config.load import load_run_config
@@ -19,7 +19,7 @@ from groupwise.data.named import NAMED
 from groupwise.data.sources import load_held_out, load_problems, save_prepared
 from groupwise.durable import write_bytes
 from groupwise.engines.base import SamplingSettings
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, ModelError
 from groupwise.evaluation.models import data_overrides
 from groupwise.models.load import with_base
 from groupwise.training.start import _load
@@ -550,6 +550,13 @@ def test_what_a_run_says_of_its_data_holds_for_these_and_what_the_command_says_w
     assert settings_for_model(run, [*data_overrides("owner/other"), "data.subset=own"])[0].data.subset == "own"
     run = str(own_data(*TABLE))
     assert settings_for_model(run, [*data_overrides("gsm8k"), "data.answer_column=answer"])[0].data.answer_column == "answer"
+
+
+def test_misspelt_arguments_of_the_template_are_told_before_weights_are_read(tiny_model, monkeypatch):
+    monkeypatch.setattr("groupwise.chat.load_policy", lambda config: pytest.fail("weights were read"))
+    config, _ = settings_for_model(str(tiny_model), ["prompt.template_arguments={enable_thinkng: false}"])
+    with pytest.raises(ModelError, match="has enable_thinkng, which the model's chat template does not ask for"):
+        load_to_ask(config)
 
 
 def test_data_that_have_moved_are_the_run_s_own(own_data):

@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.chat import load_to_ask
 from groupwise.config.schema import Config, PromptConfig
-from groupwise.data.prompts import render, resolve_system, unknown_arguments
+from groupwise.data.prompts import render, resolve_system
 from groupwise.engines import Engine, make_engine
 from groupwise.episodes import describe_tools
 from groupwise.episodes.formats import FORMATS, CallFormat, format_of_template
@@ -187,8 +187,6 @@ class Calls:
 def open_service(config: Config, max_tokens: int, name: str) -> Service:
     """The service of the model that ``config`` names, with the settings by which it is asked. Loads the weights."""
     policy = load_to_ask(config)
-    if said := unknown_arguments(policy.tokenizer, config.prompt):
-        raise ModelError(said)
     system, _ = resolve_system(config.prompt, config.data)
     return Service(
         policy, make_engine(policy, config.rollout), config.prompt, system, name=name, max_tokens=max_tokens,
