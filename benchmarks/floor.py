@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from groupwise.engines.builtin.decode import rearranged_product, rearranging_helps
 from groupwise.models.decoder import Decoder
+from groupwise.models.ops import product
 
 __all__ = ["floor_seconds"]
 
@@ -64,20 +65,20 @@ def _tiled(weight: Tensor, rows: int) -> int:
 def _forward(weight: Tensor, rows: int) -> float:
     part = _tiled(weight, rows)
     x = _inputs(weight.shape[1], part, weight)
-    return _time(lambda: linear(x, weight)) * rows / part
+    return _time(lambda: product(x, weight.t())) * rows / part
 
 
 def _backward(weight: Tensor, rows: int) -> float:
     part = _tiled(weight, rows)
     x, grad = _inputs(weight.shape[1], part, weight), _inputs(weight.shape[0], part, weight)
-    return (_time(lambda: grad @ weight) + _time(lambda: grad.t() @ x)) * rows / part
+    return (_time(lambda: product(grad, weight)) + _time(lambda: product(grad.t(), x))) * rows / part
 
 
 def _decoding(decoder: Decoder, lengths: Sequence[int]) -> float:
     """Over all decode steps, with as many rows as are still running, rounded up to a measured size."""
-    product = rearranged_product if rearranging_helps(decoder.embedding) else (lambda w: lambda x: linear(x, w))
-    every = [product(w) for layer in decoder.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    head, width, wide = product(decoder.head), decoder.embedding.shape[1], decoder.layers[0].down.shape[1]
+    prepare = rearranged_product if rearranging_helps(decoder.embedding) else (lambda w: lambda x: linear(x, w))
+    every = [prepare(w) for layer in decoder.layers for w in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    head, width, wide = prepare(decoder.head), decoder.embedding.shape[1], decoder.layers[0].down.shape[1]
     measured: dict[int, float] = {}
     total = 0.0
     for step in range(1, max(lengths)):

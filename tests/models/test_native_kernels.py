@@ -25,7 +25,7 @@ from groupwise.models import merging
 from groupwise.models.decoder import Decoder
 from groupwise.models.merging import added_up, dithered, round_dithered_
 from groupwise.models.native import build, calls
-from groupwise.models.ops import normalise, normalise_backward, rope_rotate
+from groupwise.models.ops import normalise, normalise_backward, product, rope_rotate
 from groupwise.models.packing import pack
 from groupwise.types import Problem, Prompt
 
@@ -40,6 +40,7 @@ needs_kernels = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _start(monkeypatch):
     monkeypatch.setattr(calls, "_allowed", True)  # whatever was chosen for the models of other tests
+    monkeypatch.setattr(calls, "_products_allowed", True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         yield
@@ -363,6 +364,89 @@ class Numbers:
 
     def decode(self, tokens, **_):
         return " ".join(map(str, tokens))
+
+
+# Products on matrix units.
+
+needs_units = pytest.mark.skipif(not calls.multiplies(torch.empty(0, dtype=BF16)), reason="this processor has no matrix units")
+SIZES = [(1, 1, 1), (5, 7, 3), (33, 65, 31), (1, 96, 64), (100, 64, 1500), (31, 900, 70), (700, 300, 1200), (300, 2100, 2600)]
+
+
+def either_way(rows, columns, turned):
+    return random(BF16, columns, rows).t() if turned else random(BF16, rows, columns)
+
+
+@needs_units
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+def test_products_are_sums_in_fp32_rounded_once(size, turned):
+    rows, columns, depth = size
+    a, b, bias = either_way(rows, depth, turned[0]), either_way(depth, columns, turned[1]), random(BF16, columns)
+    exact = a.double() @ b.double()
+    close(calls.multiply(a, b), exact)
+    close(calls.multiply(a, b, bias), exact + bias.double())
+    out = torch.full((rows + 1, columns), 7.0, dtype=BF16)
+    calls.multiply(a, b, bias, out[:rows])
+    assert torch.equal(out[:rows], calls.multiply(a, b, bias))
+    assert bool((out[rows] == 7).all())
+
+
+@needs_units
+def test_products_of_parts_of_larger_matrices():
+    a, b = random(BF16, 90, 200), random(BF16, 200, 150)
+    assert torch.equal(
+        calls.multiply(a[3:70, 40:100], b[40:100, 9:90]), calls.multiply(a[3:70, 40:100].clone(), b[40:100, 9:90].clone())
+    )
+    every_second = calls.multiply(a[:, ::2], b[::2])
+    assert torch.equal(every_second, calls.multiply(a[:, ::2].contiguous(), b[::2].contiguous()))
+    assert calls.multiply(a[:0], b).shape == (0, 150)
+    assert torch.equal(calls.multiply(a[:, :0], b[:0]), torch.zeros(90, 150, dtype=BF16))
+    assert torch.equal(calls.multiply(a[:, :0], b[:0], b[0]), b[0].expand(90, 150))
+
+
+@needs_units
+@pytest.mark.parametrize("depth", [576, 1536, 2600])
+def test_a_row_of_a_product_is_the_same_whatever_is_beside_it(depth):
+    x, weight, bias = random(BF16, 130, depth), random(BF16, 500, depth), random(BF16, 500)
+    whole = calls.multiply(x, weight.t(), bias)
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 64, 129):
+        assert torch.equal(calls.multiply(x[:rows], weight.t(), bias), whole[:rows])
+    assert torch.equal(calls.multiply(x, weight[100:133].t(), bias[100:133]), whole[:, 100:133])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert torch.equal(calls.multiply(x, weight.t(), bias), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_units
+@pytest.mark.parametrize(("columns", "depth"), [(500, 576), (33, 70), (2100, 96), (9000, 64)])
+def test_packed_weights_give_the_same_products(columns, depth):
+    x, weight, bias = random(BF16, 130, depth), random(BF16, columns, depth), random(BF16, columns)
+    packed = calls.pack(weight)
+    for rows in (1, 8, 16, 17, 32, 33, 130):
+        for added in (None, bias):
+            found = calls.multiply_packed(x[:rows], packed, columns, added)
+            assert torch.equal(found, calls.multiply(x[:rows], weight.t(), added))
+    assert calls.multiply_packed(x[:0], packed, columns).shape == (0, columns)
+
+
+@pytest.mark.parametrize("units", [pytest.param(True, marks=needs_units), False])
+def test_a_product_with_and_without_matrix_units(units, monkeypatch):
+    monkeypatch.setattr(calls, "_products_allowed", units)
+    a, b, bias, out = random(BF16, 40, 64), random(BF16, 64, 96), random(BF16, 96), torch.empty(40, 96, dtype=BF16)
+    assert calls.multiplies(a) == units
+    for added in (None, bias):
+        exact = a.double() @ b.double() + (0 if added is None else added.double())
+        close(product(a, b, added), exact)
+        assert product(a, b, added, out) is out
+        close(out, exact)
+
+
+def test_matrix_units_are_for_bf16_alone():
+    assert not calls.multiplies(torch.empty(0))
+    assert not calls.multiplies(torch.empty(0, dtype=torch.float16))
 
 
 def _prompts(lengths):

@@ -30,6 +30,7 @@ from groupwise.models.ops import (
     head_norm_backward,
     normalise,
     normalise_backward,
+    product,
     rms_norm,
     rotate_heads,
 )  # fmt: skip
@@ -169,7 +170,7 @@ def blocked_forward(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, 
     """The output ``[R, D]``, and what the backward pass starts from. Each weight is asked for once."""
     rows, turned, norm = len(x), shape.heads + shape.kv_heads, shape.norm
     normal, _ = normalise(x, layer.input_norm, *norm)
-    qkv = raw = linear(normal, layer.qkv, layer.qkv_bias).view(rows, turned + shape.kv_heads, shape.head_width)
+    qkv = raw = product(normal, layer.qkv.t(), layer.qkv_bias).view(rows, turned + shape.kv_heads, shape.head_width)
     if layer.q_norm is not None and layer.k_norm is not None:
         qkv = head_norm(raw, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, *norm)
     rotated = qkv.new_empty(rows + 1, *qkv.shape[1:])
@@ -178,12 +179,12 @@ def blocked_forward(layer: Layer | MergedLayer, x: Tensor, plan: AttentionPlan, 
     attended, statistics = attend(rotated, _blocks(plan), shape.heads, shape.kv_heads, shape.query_scale)
     nothing = x.new_empty(0)
     attention_added = feed_forward_added = nothing
-    middle = linear(attended[:rows].view(rows, -1), layer.output, layer.output_bias)
+    middle = product(attended[:rows].view(rows, -1), layer.output.t(), layer.output_bias)
     if layer.attention_norm is not None:
         attention_added, middle = middle, normalise(middle, layer.attention_norm, *norm)[0]
     middle = middle.add_(x)
-    gate_up = linear(normalise(middle, layer.post_norm, *norm)[0], layer.gate_up)
-    out = linear(gated(gate_up, shape.activation), layer.down)
+    gate_up = product(normalise(middle, layer.post_norm, *norm)[0], layer.gate_up.t())
+    out = product(gated(gate_up, shape.activation), layer.down.t())
     if layer.feed_forward_norm is not None:
         feed_forward_added, out = out, normalise(out, layer.feed_forward_norm, *norm)[0]
     out = out.add_(middle)
@@ -218,7 +219,7 @@ class _BlockedLayer(Function):
 
 def _product_gradients(needed: dict[str, bool], grad: Tensor, read: Tensor, name: str, bias: str | None) -> dict[str, Tensor]:
     """Gradients of a projection's weight and bias, where asked for, from its output's gradient and its input."""
-    gradients = {name: grad.t() @ read} if needed[name] else {}
+    gradients = {name: product(grad.t(), read)} if needed[name] else {}
     if bias and needed[bias]:
         gradients[bias] = grad.sum(0, dtype=torch.float32).to(grad.dtype)
     return gradients
@@ -239,23 +240,23 @@ def blocked_backward(
         return back, normal
 
     added = grad if layer.feed_forward_norm is None else through_norm(grad, kept.feed_forward_added, "feed_forward_norm")[0]
-    grad_gate_up, activated = gated_backward(added @ layer.down, kept.gate_up, shape.activation)
+    grad_gate_up, activated = gated_backward(product(added, layer.down), kept.gate_up, shape.activation)
     grads |= collect(added, activated, "down", None)
     del activated
-    grad_middle, normal = through_norm(grad_gate_up @ layer.gate_up, kept.middle, "post_norm", grad)
+    grad_middle, normal = through_norm(product(grad_gate_up, layer.gate_up), kept.middle, "post_norm", grad)
     grads |= collect(grad_gate_up, normal, "gate_up", None)
     del grad_gate_up, normal
     added = grad_middle
     if layer.attention_norm is not None:
         added = through_norm(grad_middle, kept.attention_added, "attention_norm")[0]
     grads |= collect(added, kept.attended[: len(x)].flatten(1), "output", "output_bias")
-    grad_qkv = _attention_backward(added @ layer.output, kept, plan, shape)
+    grad_qkv = _attention_backward(product(added, layer.output), kept, plan, shape)
     if layer.q_norm is not None and layer.k_norm is not None:
         grad_qkv, grads["q_norm"], grads["k_norm"] = head_norm_backward(
             grad_qkv, kept.qkv, layer.q_norm, layer.k_norm, shape.heads, shape.kv_heads, *shape.norm
         )
     grad_qkv = grad_qkv.flatten(1)
-    grad_x, normal = through_norm(grad_qkv @ layer.qkv, x, "input_norm", grad_middle)
+    grad_x, normal = through_norm(product(grad_qkv, layer.qkv), x, "input_norm", grad_middle)
     grads |= collect(grad_qkv, normal, "qkv", "qkv_bias")
     return grad_x, grads
 

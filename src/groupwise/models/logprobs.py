@@ -25,7 +25,7 @@ from torch.autograd import Function
 from groupwise.limits import KEPT_LOGITS, LOGIT_COLUMNS, LOGIT_ROWS, logit_columns
 from groupwise.models.devices import product_gives_fp32
 from groupwise.models.native import calls as native
-from groupwise.models.ops import kernels_fit, triton_kernels
+from groupwise.models.ops import kernels_fit, product, triton_kernels
 
 __all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
 
@@ -124,7 +124,7 @@ def _take_slice(
     weighted: Tensor | None, rows: slice, columns: slice, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Of some rows and one slice of the vocabulary; returns their logits, before the temperature, in ``out`` if there is one."""
-    logits = torch.mm(hidden[rows], weight[columns].t(), out=out)
+    logits = product(hidden[rows], weight[columns].t(), out=out)
     inside, place = _place(targets[rows], columns)
     chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0].float() / temperature, chosen[rows])
     native.take_logits(logits, top[rows], total[rows], None if weighted is None else weighted[rows], temperature)
@@ -198,7 +198,7 @@ class _TokenLogprobs(Function):
                 entropies = None if of_entropy is None else (of_entropy[0][rows], of_entropy[1][rows])
                 if tile is None:
                     if there is None:
-                        torch.mm(hidden[rows], weight[columns].t(), out=narrow[rows])
+                        product(hidden[rows], weight[columns].t(), out=narrow[rows])
                     place = targets[rows] - columns.start
                     native.logit_gradients(narrow[rows], normaliser[rows], grad[rows], entropies, place, ctx.temperature)
                     continue
@@ -214,9 +214,9 @@ class _TokenLogprobs(Function):
                 grad_logits.scatter_add_(1, place, torch.where(inside, grad[rows], 0.0)[:, None])
                 narrow[rows] = grad_logits
             if grad_hidden is not None:
-                grad_hidden += narrow @ weight[columns]
+                grad_hidden += product(narrow, weight[columns])
             if grad_weight is not None:
-                torch.mm(narrow.t(), hidden, out=grad_weight[columns])
+                product(narrow.t(), hidden, out=grad_weight[columns])
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
 
@@ -253,7 +253,7 @@ class _FrozenHead(Function):
             slopes[rows] = 0
             for part, tile in zip(columns, logits, strict=True):
                 native.logit_gradients(tile, normaliser, one, None, targets[rows] - part.start, temperature)
-                slopes[rows] += tile @ weight[part]
+                slopes[rows] += product(tile, weight[part])
         ctx.save_for_backward(slopes.to(hidden.dtype))
         return chosen - (top + total.log())
 

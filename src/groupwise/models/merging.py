@@ -24,6 +24,7 @@ from groupwise.models.attention import AttentionPlan
 from groupwise.models.families import Family
 from groupwise.models.layer import Block, Kept, Layer, Shape, blocked_backward, blocked_forward, layer_forward
 from groupwise.models.native import calls as native
+from groupwise.models.ops import product
 from groupwise.models.quantised import dense_weight
 
 __all__ = ["Factor", "MergedLayer", "Projection", "added_up", "dithered", "is_adapted_layer", "merged_weight", "round_dithered_"]
@@ -105,8 +106,8 @@ class Factor:
     def gradients(self, grad: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of ``a`` and ``b``, from the gradient ``[R, out]`` of the projection's output and its input ``[R, in]``."""
         own, a, b = grad[:, self.rows], self.a.to(read.dtype), self.b.to(read.dtype)
-        grad_a = (own @ b).t() @ read
-        grad_b = own.t() @ (read @ a.t())
+        grad_a = product(product(own, b).t(), read)
+        grad_b = product(own.t(), product(read, a.t()))
         return grad_a.to(self.a.dtype).mul_(self.scaling), grad_b.to(self.b.dtype).mul_(self.scaling)
 
 

@@ -1,4 +1,4 @@
-"""The element-wise operations of a Llama-style layer, each with its gradient written out.
+"""The operations of a Llama-style layer: matrix products, and element-wise ones, each with its gradient written out.
 
 Autograd would give the same numbers; writing the backward pass by hand keeps one saved tensor per operation instead of four or
 five, which is what activation memory is made of. Shapes: T tokens (packed, no padding), D model width, F feed-forward width,
@@ -19,7 +19,7 @@ from groupwise.models.native import calls as native
 
 __all__ = [
     "allow_kernels", "allow_library_norms", "gated", "gated_backward", "head_norm", "head_norm_backward", "kernels_fit", "normalise",
-    "normalise_backward", "norms_by_library", "rms_norm", "rope_rotate", "rotate_heads", "scramble",
+    "normalise_backward", "norms_by_library", "product", "rms_norm", "rope_rotate", "rotate_heads", "scramble",
     "triton_kernels", "uniforms",
 ]  # fmt: skip
 
@@ -77,6 +77,16 @@ def triton_kernels() -> Any:
     from groupwise.models import triton_kernels  # only here: Triton takes a while to import, and is not everywhere
 
     return triton_kernels
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``a @ b + bias`` for ``a`` ``[M, C]``, ``b`` ``[C, N]`` and ``bias`` ``[N]``; into ``out`` if given. Has no gradient."""
+    if native.multiplies(a) and a.dtype == b.dtype and (bias is None or bias.dtype == a.dtype):
+        with torch.no_grad():
+            return native.multiply(a, b, bias, out)
+    if bias is None:
+        return torch.mm(a, b, out=out)
+    return torch.addmm(bias, a, b, out=out)
 
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:

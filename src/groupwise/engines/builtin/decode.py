@@ -153,8 +153,13 @@ Product = Callable[[Tensor], Tensor]
 
 
 def rearranging_helps(weight: Tensor) -> bool:
-    """Whether ``rearranged_product`` is there for this weight: bf16 or fp32 on a CPU whose library has the blocked kernels."""
-    if not ALLOWED["rearranged"] or weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    """Whether ``rearranged_product`` is there for this weight: bf16 or fp32 on a CPU that has matrix units, or whose library has the
+    blocked kernels."""
+    if not ALLOWED["rearranged"] or weight.device.type != "cpu":
+        return False
+    if native.multiplies(weight):
+        return True
+    if not torch.backends.mkldnn.is_available():
         return False
     operations = torch.ops.mkldnn
     if not (hasattr(operations, "_linear_pointwise") and hasattr(operations, "_reorder_linear_weight")):
@@ -188,6 +193,9 @@ def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 3
     A row's product does not depend on the rows beside it, as it does with plain fp32 weights; but fp32 weights rearranged for a single row
     round its sums in another way, so none are.
     """
+    if native.multiplies(weight):
+        packed = native.pack(weight.detach())
+        return partial(native.multiply_packed, packed=packed, columns=len(weight), bias=bias)
     rows = rows if weight.dtype == torch.bfloat16 else max(rows, _FEWEST_FP32)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
     multiply = torch.ops.mkldnn._linear_pointwise.default

@@ -18,6 +18,7 @@ __all__ = [
     "add_by_heads",
     "add_norm",
     "allow",
+    "allow_products",
     "by_heads",
     "decode_attention",
     "delta",
@@ -28,8 +29,12 @@ __all__ = [
     "gated_backward",
     "logit_gradients",
     "merge",
+    "multiplies",
+    "multiply",
+    "multiply_packed",
     "norm",
     "norm_backward",
+    "pack",
     "rotate",
     "soften",
     "soften_backward",
@@ -61,12 +66,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_rotate": (*[_POINTER] * 4, *[_COUNT] * 4, _FLAG),
     "gw_merge": (*[_POINTER] * 4, *[_COUNT] * 3, _REAL),
     "gw_dither": (_POINTER, _POINTER, *[_COUNT] * 3),
+    "gw_multiply": (*[_POINTER] * 4, *[_COUNT] * 5, _FLAG, _FLAG),
+    "gw_pack": (_POINTER, _POINTER, _COUNT, _COUNT),
+    "gw_multiply_packed": (*[_POINTER] * 4, *[_COUNT] * 3),
 }
 _functions: dict[torch.dtype, dict[str, Any]] = {}
 """By the dtype of what they compute with."""
-_ROUND_WEIGHTS = ("gw_merge", "gw_dither")
-"""Of bf16 alone: fp32 is not rounded."""
-_allowed = True
+_BF16_ALONE = ("gw_merge", "gw_dither")
+"""fp32 is not rounded."""
+_OF_MATRIX_UNITS = ("gw_multiply", "gw_pack", "gw_multiply_packed")
+_STEP = 32
+"""What sides of a packed weight are multiples of."""
+_allowed, _products_allowed = True, True
 _NORM_CHUNK = 64
 """Rows whose share of a norm's weight gradient is summed by one thread: a fixed number, so that sums do not depend on threads."""
 
@@ -84,6 +95,17 @@ def allow(yes: bool) -> None:
     _allowed = yes
 
 
+def multiplies(like: Tensor) -> bool:
+    """Whether ``multiply`` is there for matrices such as ``like``: of bf16, on a processor with matrix units (Intel's AMX)."""
+    return _products_allowed and like.dtype == torch.bfloat16 and fits(like) and "gw_multiply" in _functions[like.dtype]
+
+
+def allow_products(yes: bool) -> None:
+    """Take ``multiply``, or leave it out, from now on, in the whole process."""
+    global _products_allowed
+    _products_allowed = yes
+
+
 def _load(dtype: torch.dtype) -> bool:
     if dtype not in (torch.bfloat16, torch.float32):
         return False
@@ -91,8 +113,9 @@ def _load(dtype: torch.dtype) -> bool:
     if library is None:
         return False
     loaded = {}
+    units = hasattr(library, "gw_may_multiply") and bool(library.gw_may_multiply())
     for name, signature in _SIGNATURES.items():
-        if dtype == torch.bfloat16 or name not in _ROUND_WEIGHTS:
+        if units if name in _OF_MATRIX_UNITS else dtype == torch.bfloat16 or name not in _BF16_ALONE:
             loaded[name] = function = getattr(library, name)
             function.argtypes, function.restype = signature, None
     _functions[dtype] = loaded  # whole: another thread may look
@@ -166,6 +189,52 @@ def draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float, gr
     addresses = (logits, keys, positions, tokens, logprobs)
     _function("gw_draw", logits)(*(tensor.data_ptr() for tensor in addresses), rows, vocabulary, temperature, int(greedy))
     return tokens, logprobs
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``a @ b``, with ``bias`` ``[N]`` added to each row, for ``a`` ``[M, C]`` and ``b`` ``[C, N]``; into a contiguous ``out`` if given.
+
+    Either may be transposed, or a part of the rows or columns of something larger. Each number is one sum over C, in order, rounded
+    once: it does not depend on the rows and columns beside it.
+    """
+    if out is None:
+        out = a.new_empty(len(a), b.shape[1])
+    if not out.numel() or not a.numel():
+        return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+    (a, a_line, a_turned), (b, b_line, b_turned) = _lines(a), _lines(b)
+    assert out.is_contiguous()
+    assert a.shape[1] == len(b), f"{tuple(a.shape)} times {tuple(b.shape)}"
+    added = None if bias is None else bias.data_ptr()
+    _function("gw_multiply", out)(
+        *_addresses(a, b), added, out.data_ptr(), a_line, b_line, *out.shape, len(b), int(a_turned), int(not b_turned)
+    )
+    return out
+
+
+def _lines(matrix: Tensor) -> tuple[Tensor, int, bool]:
+    """A matrix whose lines lie in one piece each: from one to the next, and whether they are its columns."""
+    if matrix.stride(1) != 1 and matrix.stride(0) != 1:
+        matrix = matrix.contiguous()
+    return (matrix, matrix.stride(0), False) if matrix.stride(1) == 1 else (matrix, matrix.stride(1), True)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight ``[N, C]`` laid out for ``multiply_packed``."""
+    weight = weight.contiguous()
+    rows, depth = weight.shape
+    packed = weight.new_empty(-(-rows // _STEP) * _STEP, -(-depth // _STEP) * _STEP)
+    _function("gw_pack", weight)(*_addresses(weight, packed), rows, depth)
+    return packed
+
+
+def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None) -> Tensor:
+    """``multiply(x, weight.t(), bias)``, to the last bit, for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid
+    out."""
+    x, out = x.contiguous(), x.new_empty(len(x), columns)
+    added = None if bias is None else bias.data_ptr()
+    if out.numel():
+        _function("gw_multiply_packed", x)(*_addresses(x, packed), added, out.data_ptr(), *out.shape, x.shape[1])
+    return out
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -732,4 +732,251 @@ void gw_dither(const float *exact, number *out, int64_t start, int64_t rows, int
         for (; c < width; c++) to[c] = (in[c] + ((first + (uint32_t)c * PLASTIC) & 0xffff)) >> 16;
     }
 }
+
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+/* ---- Matrix products on the processor's matrix units (Intel's AMX) ----
+ *
+ * A unit multiplies tiles of 16 rows of 64 bytes: one step adds to 16 x 16 sums the products over 32 numbers. The left tile holds 16 rows
+ * of 32 numbers each; the right one 16 pairs of rows, each pair's numbers by turns. Both are packed here from what lies in memory, so that
+ * transposed operands cost no pass of their own. A sum goes through its numbers in their order, whatever rows and columns are beside it,
+ * and is rounded once. */
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { TILE = 16, STEP = 32, PACKED = 2 * TILE * STEP, DEPTH = 1024, PANEL = 256, WIDEST = 1024, HELD = 1 << 22 };
+
+/* `count` rows or columns of `depth` numbers. `by_depth`: the numbers at one depth lie beside each other, else those of one row or column;
+ * `line` from one such line to the next. */
+typedef struct {
+    const number *at;
+    int64_t line, count, depth;
+    int by_depth;
+} operand;
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline int64_t whole_steps(int64_t x) { return (x + STEP - 1) / STEP * STEP; }
+
+static inline __mmask32 first_of(int64_t count) { return count >= 32 ? ~(__mmask32)0 : count <= 0 ? 0 : ((__mmask32)1 << count) - 1; }
+
+/* Transpose 16 x 16 numbers of 32 bits. */
+static inline void transpose(__m512i x[16]) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int h = 0; h < 2; h++) {
+            x[i + 2 * h] = _mm512_unpacklo_epi64(y[i + h], y[i + 2 + h]);
+            x[i + 2 * h + 1] = _mm512_unpackhi_epi64(y[i + h], y[i + 2 + h]);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int h = 0; h < 16; h += 8) {
+            y[i + h] = _mm512_shuffle_i32x4(x[i + h], x[i + h + 4], 0x88);
+            y[i + h + 4] = _mm512_shuffle_i32x4(x[i + h], x[i + h + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+
+/* 32 rows or columns from `first` on, at depths start .. end, as pairs of tiles, in pairs of rows where `pairs`; zeros past the end. */
+static void pack(const operand *from, int64_t first, int64_t start, int64_t end, int pairs, number *to) {
+    const __m512i low = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int64_t c = start; c < end; c += STEP, to += PACKED) {
+        __m512i one[16], two[16];
+        if (from->by_depth) {
+            const __mmask32 there = first_of(from->count - first);
+            for (int i = 0; i < 16; i++) {
+                const number *row = from->at + (c + 2 * i) * from->line + first;
+                const __m512i even = _mm512_maskz_loadu_epi16(c + 2 * i < from->depth ? there : 0, row);
+                const __m512i odd = _mm512_maskz_loadu_epi16(c + 2 * i + 1 < from->depth ? there : 0, row + from->line);
+                one[i] = _mm512_permutex2var_epi16(even, low, odd);
+                two[i] = _mm512_permutex2var_epi16(even, high, odd);
+            }
+        } else {
+            const __mmask32 there = first_of(from->depth - c);
+            for (int i = 0; i < 16; i++) {
+                const number *row = from->at + (first + i) * from->line + c;
+                one[i] = _mm512_maskz_loadu_epi16(first + i < from->count ? there : 0, row);
+                two[i] = _mm512_maskz_loadu_epi16(first + i + TILE < from->count ? there : 0, row + TILE * from->line);
+            }
+        }
+        if (from->by_depth != pairs) transpose(one), transpose(two);
+        for (int i = 0; i < 16; i++) {
+            _mm512_store_si512(to + STEP * i, one[i]);
+            _mm512_store_si512(to + STEP * (TILE + i), two[i]);
+        }
+    }
+}
+
+/* Begin with tiles of 16 x 64 bytes in this thread. */
+static inline void take_tiles(void) {
+    struct {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape;
+    memset(&shape, 0, sizeof shape);
+    shape.palette = 1;
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = TILE;
+    __asm__ volatile("ldtilecfg %0" ::"m"(shape)); /* GCC takes what _tile_loadconfig reads for unused */
+}
+
+static inline void leave_tiles(void) { __asm__ volatile("tilerelease"); }
+
+/* Add the products of 32 rows and 32 columns, `length` numbers of each, to `sums` [4, 16, 16]; with `fresh` to zeros. `whole`: whether
+ * there are more than 16 rows. Meanwhile `lines` pieces of 64 bytes a step, from `soon` on, are fetched into the cache. */
+static inline __attribute__((always_inline)) void add_products(
+    const number *left, const number *right, int64_t length, float *sums, int fresh, int whole, const number *soon, int64_t lines) {
+    if (fresh) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, 64);
+        _tile_loadd(1, sums + 256, 64);
+        _tile_loadd(2, sums + 512, 64);
+        _tile_loadd(3, sums + 768, 64);
+    }
+    for (int64_t at = 0; at < length * STEP; at += PACKED) {
+        for (int64_t i = 0; i < lines; i++, soon += STEP) _mm_prefetch((const char *)soon, _MM_HINT_T1);
+        _tile_loadd(4, left + at, 64);
+        _tile_loadd(6, right + at, 64);
+        if (whole) _tile_loadd(5, left + at + TILE * STEP, 64);
+        _tile_loadd(7, right + at + TILE * STEP, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (whole) _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (whole) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
+}
+
+static inline __m512 widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+/* Write 32 x 32 sums, each column's `bias` added if there is one, to `out` [rows, columns] from `row` and `column` on. `past`: around the
+ * cache, which has no room for so large a matrix. */
+static inline void put_sums(
+    const float *sums, const number *bias, number *out, int64_t row, int64_t column, int64_t rows, int64_t columns, int past) {
+    const __mmask32 there = first_of(columns - column);
+    __m512 low = _mm512_setzero_ps(), high = low;
+    if (bias) {
+        const __m512i both = _mm512_maskz_loadu_epi16(there, bias + column);
+        low = widened(_mm512_castsi512_si256(both));
+        high = widened(_mm512_extracti64x4_epi64(both, 1));
+    }
+    for (int64_t r = 0; r < least(STEP, rows - row); r++) {
+        const float *from = sums + r / TILE * 512 + r % TILE * TILE;
+        number *to = out + (row + r) * columns + column;
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(
+            _mm512_add_ps(_mm512_load_ps(from + 256), high), _mm512_add_ps(_mm512_load_ps(from), low));
+        if (past) _mm512_stream_si512((__m512i *)to, both);
+        else _mm512_mask_storeu_epi16(to, there, both);
+    }
+}
+
+/* Whether this process may use the units: asked of the system once. */
+int gw_may_multiply(void) {
+    enum { REQUEST = 0x1023, TILES = 18 };
+    return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+}
+
+/* out [rows, columns] = a [rows, depth] times b [depth, columns], with bias [columns] added unless NULL; depth > 0. a_line, b_line: from
+ * one line in memory to the next; `by_depth` as for an operand: 1 for a transposed a, 0 for a transposed b. */
+void gw_multiply(
+    const number *a, const number *b, const number *bias, number *out, int64_t a_line, int64_t b_line, int64_t rows, int64_t columns,
+    int64_t depth, int a_by_depth, int b_by_depth) {
+    const operand left = {a, a_line, rows, depth, a_by_depth}, right = {b, b_line, columns, depth, b_by_depth};
+    /* The smaller one is packed whole, or so many columns of it as stay in the cache; threads take panels of the other. Where another
+     * program has half of a core, panels given out beforehand take half as long again. */
+    const int by_rows = rows >= columns;
+    const operand *walked = by_rows ? &left : &right, *kept = by_rows ? &right : &left;
+    const int64_t deep = whole_steps(depth), part = deep <= DEPTH + PANEL ? deep : DEPTH;
+    const int64_t most = whole_steps(HELD / deep), width = least(whole_steps(kept->count), part < deep ? least(WIDEST, most) : most);
+    const int past = columns % STEP == 0 && (uintptr_t)out % 64 == 0;
+    number *held = aligned_alloc(64, width * deep * sizeof(number));
+#pragma omp parallel
+    {
+        number *panel = aligned_alloc(64, PANEL * part * sizeof(number));
+        float *sums = aligned_alloc(64, (part < deep ? PANEL * width : STEP * STEP) * sizeof(float));
+        take_tiles();
+        for (int64_t from = 0; from < kept->count; from += width) {
+            const int64_t wide = least(width, whole_steps(kept->count - from));
+#pragma omp for schedule(dynamic) collapse(2)
+            for (int64_t c = 0; c < deep; c += part)
+                for (int64_t j = 0; j < wide; j += STEP) {
+                    const int64_t end = least(c + part, deep);
+                    pack(kept, from + j, c, end, by_rows, held + c * wide + j * (end - c));
+                }
+#pragma omp for schedule(dynamic)
+            for (int64_t at = 0; at < walked->count; at += PANEL) {
+                const int64_t high = least(PANEL, whole_steps(walked->count - at));
+                for (int64_t c = 0; c < deep; c += part) {
+                    const int64_t length = least(c + part, deep) - c;
+                    for (int64_t i = 0; i < high; i += STEP) pack(walked, at + i, c, c + length, !by_rows, panel + i * length);
+                    for (int64_t j = 0; j < wide; j += STEP)
+                        for (int64_t i = 0; i < high; i += STEP) {
+                            float *sum = sums + (part < deep ? j * PANEL + i * STEP : 0);
+                            const number *x = panel + i * length, *y = held + c * wide + j * length;
+                            const number *soon = y + (STEP + STEP * i / PANEL) * length; /* a share of the next columns */
+                            add_products(by_rows ? x : y, by_rows ? y : x, length, sum, c == 0, 1, soon, STEP * STEP / PANEL);
+                            if (c + part < deep) continue;
+                            const int64_t row = by_rows ? at + i : from + j, column = by_rows ? from + j : at + i;
+                            put_sums(sum, bias, out, row, column, rows, columns, past);
+                        }
+                }
+            }
+        }
+        _mm_sfence();
+        free(panel);
+        free(sums);
+        leave_tiles();
+    }
+    free(held);
+}
+
+/* A weight [columns, depth] to what gw_multiply_packed takes: [columns, depth], each rounded up to a multiple of 32. */
+void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) {
+    const operand from = {weight, depth, columns, depth, 0};
+    const int64_t deep = whole_steps(depth);
+#pragma omp parallel for schedule(dynamic, 8)
+    for (int64_t j = 0; j < columns; j += STEP) pack(&from, j, 0, deep, 1, out + j * deep);
+}
+
+/* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL: for few rows, whose time is that
+ * of reading the weight. */
+void gw_multiply_packed(
+    const number *x, const number *packed, const number *bias, number *out, int64_t rows, int64_t columns, int64_t depth) {
+    const operand left = {x, depth, rows, depth, 0};
+    const int64_t deep = whole_steps(depth), high = whole_steps(rows);
+    const int64_t grain = columns < 2048 ? STEP : columns < 8192 ? 4 * STEP : 8 * STEP;
+    number *held = aligned_alloc(64, high * deep * sizeof(number));
+    for (int64_t i = 0; i < high; i += STEP) pack(&left, i, 0, deep, 0, held + i * deep);
+#pragma omp parallel
+    {
+        float sums[STEP * STEP] __attribute__((aligned(64)));
+        take_tiles();
+#pragma omp for schedule(dynamic)
+        for (int64_t at = 0; at < columns; at += grain)
+            for (int64_t i = 0; i < high; i += STEP)
+                for (int64_t j = at; j < least(at + grain, columns); j += STEP) {
+                    const number *y = packed + j * deep;
+                    add_products(held + i * deep, y, deep, sums, 1, rows > i + TILE, y + 2 * PACKED, i ? 0 : STEP);
+                    put_sums(sums, bias, out, i, j, rows, columns, 0);
+                }
+        leave_tiles();
+    }
+    free(held);
+}
+#endif
 #endif
