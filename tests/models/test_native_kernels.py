@@ -442,6 +442,8 @@ def test_a_product_with_and_without_matrix_units(units, monkeypatch):
         close(product(a, b, added), exact)
         assert product(a, b, added, out) is out
         close(out, exact)
+    with pytest.raises(AssertionError):  # it would be no part of the graph
+        product(a.requires_grad_(), b)
 
 
 def test_matrix_units_are_for_bf16_alone():

@@ -81,9 +81,9 @@ def triton_kernels() -> Any:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``a @ b + bias`` for ``a`` ``[M, C]``, ``b`` ``[C, N]`` and ``bias`` ``[N]``; into ``out`` if given. Has no gradient."""
+    assert not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
     if native.multiplies(a) and a.dtype == b.dtype and (bias is None or bias.dtype == a.dtype):
-        with torch.no_grad():
-            return native.multiply(a, b, bias, out)
+        return native.multiply(a, b, bias, out)
     if bias is None:
         return torch.mm(a, b, out=out)
     return torch.addmm(bias, a, b, out=out)

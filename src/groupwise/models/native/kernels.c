@@ -3,7 +3,8 @@
  * PyTorch runs each of these as a chain of operations, every one a pass over memory and a meeting of all threads. A decode step has
  * some 1,500 of them. Here each chain is one loop. The file needs no header of PyTorch's: it is compiled in about two seconds, at the
  * first use on a machine (build.py), and called with plain addresses (calls.py). Written with vector extensions that GCC and Clang have
- * for every processor; nothing is specific to one but that the low half of a number comes first in memory.
+ * for every processor; nothing is specific to one but that the low half of a number comes first in memory. Only the matrix products at
+ * the end are for one kind of processor, which has units for them.
  *
  * `number` is what a model is made of: bf16, or fp32 where this is compiled with -DFP32. Arithmetic is fp32 within a loop, and is rounded
  * once, when stored. No result depends on the number of threads, since each row or head is one thread's from start to end.
