@@ -734,7 +734,7 @@ void gw_dither(const float *exact, number *out, int64_t start, int64_t rows, int
     }
 }
 
-#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__linux__) && (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) && defined(__AVX512BW__)
 /* ---- Matrix products on the processor's matrix units (Intel's AMX) ----
  *
  * A unit multiplies tiles of 16 rows of 64 bytes: one step adds to 16 x 16 sums the products over 32 numbers. The left tile holds 16 rows
