@@ -166,6 +166,25 @@ def test_a_kernel_that_computes_something_else_is_left_out_and_the_next_process_
     assert not calls.fits(torch.zeros(1, 64, dtype=BF16))
 
 
+@pytest.mark.skipif(not calls.multiplies(torch.empty(0, dtype=BF16)), reason="this processor has no matrix units")
+@pytest.mark.parametrize("right", [True, False])
+def test_matrix_units_are_checked_by_themselves(own_cache, monkeypatch, right):
+    monkeypatch.setattr(FastPath.__init__, "__defaults__", (1e6, True))
+    multiply, calls_of = calls.multiply, []
+
+    def counted(*arguments):
+        calls_of.append(1)
+        return multiply(*arguments) if right else multiply(*arguments) * 1.1
+
+    monkeypatch.setattr(calls, "multiply", counted)
+    found = {choice.path: choice for choice in check_fast_paths(SHAPE, BF16, CPU)}
+    assert calls_of
+    assert found["matrix units"].agrees == right
+    assert found["native kernels"].taken
+    if not right:
+        assert not calls.multiplies(torch.empty(0, dtype=BF16))
+
+
 def test_where_there_is_nothing_to_choose_nothing_is_kept(own_cache, monkeypatch):
     assert check_fast_paths(SHAPE, torch.float16, CPU) == []
     assert not own_cache.exists()
@@ -179,14 +198,14 @@ def test_a_model_that_no_decoder_computes_has_nothing_to_choose(own_cache, shape
     """Its module goes the same way in every process: the one that looked, those that are told, and the resumed run's."""
 
     def switches():
-        return ops._by_library, ops._by_kernels, attention._by_flash, calls._allowed
+        return ops._by_library, ops._by_kernels, attention._by_flash, calls._allowed, calls._products_allowed
 
     for path in fast_paths.fast_paths():
         path.switch(True)
     looked = check_fast_paths(shape, torch.float32, CPU)
     assert looked == []
     here = switches()
-    assert here == (False, False, False, True)
+    assert here == (False, False, False, True, True)
     told = fast_paths.facts(shape, torch.float32, CPU, looked)
     for again in (lambda: fast_paths.take(shape, torch.float32, CPU, looked),
                   lambda: check_fast_paths(shape, torch.float32, CPU, earlier=told)):  # fmt: skip

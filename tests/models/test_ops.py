@@ -8,6 +8,7 @@ import torch
 from groupwise.config.schema import ModelConfig
 from groupwise.engines.builtin import decode
 from groupwise.models import devices, ops
+from groupwise.models.native import calls
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
 
 EPSILON = 1e-3  # large, so that leaving it out shows
@@ -143,14 +144,18 @@ def test_the_inverse_rotation_is_the_transpose():
     torch.testing.assert_close((forward * y).sum(), (x * backward).sum(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("units", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype, monkeypatch):
-    """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error."""
+def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype, units, monkeypatch):
+    """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error. Matrix units take packed weights."""
     monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
+    monkeypatch.setattr(calls, "_products_allowed", units)
     weight, x, bias = torch.randn(32, 16).to(dtype), torch.randn(4, 16).to(dtype), torch.randn(32).to(dtype)
     if decode.rearranging_helps(weight):
         assert dtype != torch.float16
-        torch.testing.assert_close(decode.rearranged_product(weight, bias)(x), torch.nn.functional.linear(x, weight, bias))
+        product = decode.rearranged_product(weight, bias)
+        for rows in (x, x.repeat(100, 1)):
+            torch.testing.assert_close(product(rows), torch.nn.functional.linear(rows, weight, bias))
     elif dtype == torch.bfloat16:
         assert not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

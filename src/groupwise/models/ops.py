@@ -1,4 +1,4 @@
-"""The operations of a Llama-style layer: matrix products, and element-wise ones, each with its gradient written out.
+"""The operations of a Llama-style layer: matrix products, and element-wise ones, whose gradients are written out.
 
 Autograd would give the same numbers; writing the backward pass by hand keeps one saved tensor per operation instead of four or
 five, which is what activation memory is made of. Shapes: T tokens (packed, no padding), D model width, F feed-forward width,
@@ -81,8 +81,9 @@ def triton_kernels() -> Any:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``a @ b + bias`` for ``a`` ``[M, C]``, ``b`` ``[C, N]`` and ``bias`` ``[N]``; into ``out`` if given. Has no gradient."""
-    assert not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
-    if native.multiplies(a) and a.dtype == b.dtype and (bias is None or bias.dtype == a.dtype):
+    given = (a, b) if bias is None else (a, b, bias)
+    assert not (torch.is_grad_enabled() and any(x.requires_grad for x in given)), "this product has no gradient"
+    if native.multiplies(a) and all(x.dtype == a.dtype for x in given) and (out is None or out.is_contiguous()):
         return native.multiply(a, b, bias, out)
     if bias is None:
         return torch.mm(a, b, out=out)

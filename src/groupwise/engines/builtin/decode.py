@@ -7,9 +7,9 @@ own tokens, each row has its own.
 
 The matrix products themselves are callables, so that they can run on weights laid out for few rows. On CPUs the library's kernels for
 bf16 spend a large part of a step rearranging the weight: with 32 rows a step of SmolLM2-135M took 17.8 ms on plain weights and 13.6 ms
-on rearranged ones, with the same numbers to the last bit (2 cores, AVX-512 bf16); in fp32 sums are rounded otherwise. Rearranging all of
-them takes about as long as two decode steps, so it is done again for each call of the sampler, which also is what makes it follow the
-policy.
+on rearranged ones, with the same numbers to the last bit (2 cores, AVX-512 bf16); in fp32 sums are rounded otherwise. Where the
+processor has matrix units, the package's own kernel takes weights packed for these. Rearranging all of them takes about as long as two
+decode steps, so it is done again for each call of the sampler, which also is what makes it follow the policy.
 
 What a row is given between its turns is computed beside a step (``chunked_prefill.py``).
 
@@ -193,15 +193,30 @@ def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 3
     A row's product does not depend on the rows beside it, as it does with plain fp32 weights; but fp32 weights rearranged for a single row
     round its sums in another way, so none are.
     """
-    if native.multiplies(weight):
-        packed = native.pack(weight.detach())
-        return partial(native.multiply_packed, packed=packed, columns=len(weight), bias=bias)
+    if native.multiplies(weight) and (bias is None or bias.dtype == weight.dtype):
+        return _on_units(weight.detach(), bias)
     rows = rows if weight.dtype == torch.bfloat16 else max(rows, _FEWEST_FP32)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def product(x: Tensor) -> Tensor:
         return multiply(x, blocked, bias, "none", [], "")
+
+    return product
+
+
+_MANY_ROWS = 256
+"""From so many rows on, as beside what rows are given between turns, weights are packed again for a product, in pieces that stay in the
+cache. The numbers are the same."""
+
+
+def _on_units(weight: Tensor, bias: Tensor | None) -> Product:
+    packed = native.pack(weight)
+
+    def product(x: Tensor) -> Tensor:
+        if len(x) >= _MANY_ROWS:
+            return native.multiply(x, weight.t(), bias)
+        return native.multiply_packed(x, packed, len(weight), bias)
 
     return product
 

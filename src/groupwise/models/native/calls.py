@@ -1,7 +1,7 @@
 """The kernels as functions of tensors. Whoever calls one has asked ``fits`` first; shapes are the caller's promise.
 
 Axes: B rows, H query heads, K key-value heads, E head width, S groups, P prompt positions, C own positions, V vocabulary, D model width,
-F feed-forward width. All tensors are contiguous. Floating ones are bf16, or all of them fp32, where nothing else is said.
+F feed-forward width. Tensors are contiguous, and floating ones are bf16, or all of them fp32, where nothing else is said.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _BF16_ALONE = ("gw_merge", "gw_dither")
 """fp32 is not rounded."""
 _OF_MATRIX_UNITS = ("gw_multiply", "gw_pack", "gw_multiply_packed")
 _STEP = 32
-"""What sides of a packed weight are multiples of."""
+"""What sides of a packed weight are multiples of: STEP in ``kernels.c``."""
 _allowed, _products_allowed = True, True
 _NORM_CHUNK = 64
 """Rows whose share of a norm's weight gradient is summed by one thread: a fixed number, so that sums do not depend on threads."""
@@ -194,11 +194,13 @@ def draw(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float, gr
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``a @ b``, with ``bias`` ``[N]`` added to each row, for ``a`` ``[M, C]`` and ``b`` ``[C, N]``; into a contiguous ``out`` if given.
 
-    Either may be transposed, or a part of the rows or columns of something larger. Each number is one sum over C, in order, rounded
-    once: it does not depend on the rows and columns beside it.
+    Either may be transposed, or a part of the rows or columns of something larger. Each number is one sum over C, in a fixed order,
+    rounded once: it does not depend on the rows and columns beside it.
     """
     if out is None:
         out = a.new_empty(len(a), b.shape[1])
+    assert out.shape == (len(a), b.shape[1])
+    assert bias is None or (bias.dtype, bias.shape, bias.is_contiguous()) == (a.dtype, b.shape[1:], True)
     if not out.numel() or not a.numel():
         return out.zero_() if bias is None else out.copy_(bias.expand_as(out))
     (a, a_line, a_turned), (b, b_line, b_turned) = _lines(a), _lines(b)
@@ -230,6 +232,8 @@ def pack(weight: Tensor) -> Tensor:
 def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None) -> Tensor:
     """``multiply(x, weight.t(), bias)``, to the last bit, for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid
     out."""
+    assert packed.shape == (-(-columns // _STEP) * _STEP, -(-x.shape[1] // _STEP) * _STEP)
+    assert bias is None or (bias.dtype, bias.shape, bias.is_contiguous()) == (x.dtype, (columns,), True)
     x, out = x.contiguous(), x.new_empty(len(x), columns)
     added = None if bias is None else bias.data_ptr()
     if out.numel():

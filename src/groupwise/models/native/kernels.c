@@ -1,4 +1,5 @@
-/* Fused loops for bf16 and fp32 models on CPUs: what lies between the matrix products of a layer, and the attention of a decode step.
+/* Fused loops for bf16 and fp32 models on CPUs: what lies between the matrix products of a layer, the attention of a decode step, and, on
+ * one kind of processor, the products.
  *
  * PyTorch runs each of these as a chain of operations, every one a pass over memory and a meeting of all threads. A decode step has
  * some 1,500 of them. Here each chain is one loop. The file needs no header of PyTorch's: it is compiled in about two seconds, at the
@@ -7,7 +8,8 @@
  * the end are for one kind of processor, which has units for them.
  *
  * `number` is what a model is made of: bf16, or fp32 where this is compiled with -DFP32. Arithmetic is fp32 within a loop, and is rounded
- * once, when stored. No result depends on the number of threads, since each row or head is one thread's from start to end.
+ * once, when stored. No result depends on the number of threads, since each row, head or product's number is one thread's from start to
+ * end.
  *
  * Axes: B rows, H query heads, K key-value heads, U = H / K, E head width, P prompt positions, C own positions, V vocabulary, D model
  * width, F feed-forward width.
@@ -738,14 +740,16 @@ void gw_dither(const float *exact, number *out, int64_t start, int64_t rows, int
 /* ---- Matrix products on the processor's matrix units (Intel's AMX) ----
  *
  * A unit multiplies tiles of 16 rows of 64 bytes: one step adds to 16 x 16 sums the products over 32 numbers. The left tile holds 16 rows
- * of 32 numbers each; the right one 16 pairs of rows, each pair's numbers by turns. Both are packed here from what lies in memory, so that
- * transposed operands cost no pass of their own. A sum goes through its numbers in their order, whatever rows and columns are beside it,
- * and is rounded once. */
+ * of 32 numbers each; the right one 16 pairs of rows, in which the numbers of the two rows alternate. Both are packed here from what lies
+ * in memory, so that transposed operands cost no pass of their own. A sum goes through its numbers in a fixed order, whatever rows and
+ * columns are beside it, and is rounded once. */
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { TILE = 16, STEP = 32, PACKED = 2 * TILE * STEP, DEPTH = 1024, PANEL = 256, WIDEST = 1024, HELD = 1 << 22 };
+enum { TILE = 16, STEP = 32, PACKED = 2 * TILE * STEP, DEPTH = 1024, PANEL = 256, WIDEST = 1024, HELD = 1 << 22, LARGE = 1 << 20 };
+
+int omp_get_max_threads(void);
 
 /* `count` rows or columns of `depth` numbers. `by_depth`: the numbers at one depth lie beside each other, else those of one row or column;
  * `line` from one such line to the next. */
@@ -835,6 +839,7 @@ static inline void leave_tiles(void) { __asm__ volatile("tilerelease"); }
  * there are more than 16 rows. Meanwhile `lines` pieces of 64 bytes a step, from `soon` on, are fetched into the cache. */
 static inline __attribute__((always_inline)) void add_products(
     const number *left, const number *right, int64_t length, float *sums, int fresh, int whole, const number *soon, int64_t lines) {
+    __asm__ volatile("" ::: "memory"); /* GCC does not know that _tile_loadd reads memory */
     if (fresh) {
         _tile_zero(0);
         _tile_zero(1);
@@ -866,7 +871,7 @@ static inline __attribute__((always_inline)) void add_products(
 static inline __m512 widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
 /* Write 32 x 32 sums, each column's `bias` added if there is one, to `out` [rows, columns] from `row` and `column` on. `past`: around the
- * cache, which has no room for so large a matrix. */
+ * cache. */
 static inline void put_sums(
     const float *sums, const number *bias, number *out, int64_t row, int64_t column, int64_t rows, int64_t columns, int past) {
     const __mmask32 there = first_of(columns - column);
@@ -898,18 +903,19 @@ void gw_multiply(
     const number *a, const number *b, const number *bias, number *out, int64_t a_line, int64_t b_line, int64_t rows, int64_t columns,
     int64_t depth, int a_by_depth, int b_by_depth) {
     const operand left = {a, a_line, rows, depth, a_by_depth}, right = {b, b_line, columns, depth, b_by_depth};
-    /* The smaller one is packed whole, or so many columns of it as stay in the cache; threads take panels of the other. Where another
-     * program has half of a core, panels given out beforehand take half as long again. */
+    /* The smaller one is packed whole, or so many rows or columns of it as stay in the cache; threads take panels of the other as they
+     * become free. Where another program has half of a core, equal shares fixed at the start took 1.4 times as long. */
     const int by_rows = rows >= columns;
     const operand *walked = by_rows ? &left : &right, *kept = by_rows ? &right : &left;
     const int64_t deep = whole_steps(depth), part = deep <= DEPTH + PANEL ? deep : DEPTH;
-    const int64_t most = whole_steps(HELD / deep), width = least(whole_steps(kept->count), part < deep ? least(WIDEST, most) : most);
-    const int past = columns % STEP == 0 && (uintptr_t)out % 64 == 0;
+    const int64_t most = whole_steps(HELD / deep + 1), width = least(whole_steps(kept->count), part < deep ? least(WIDEST, most) : most);
+    const int64_t panels = 4 * omp_get_max_threads(), panel = least(PANEL, whole_steps((walked->count + panels - 1) / panels));
+    const int past = columns % STEP == 0 && (uintptr_t)out % 64 == 0 && rows * columns > LARGE;
     number *held = aligned_alloc(64, width * deep * sizeof(number));
 #pragma omp parallel
     {
-        number *panel = aligned_alloc(64, PANEL * part * sizeof(number));
-        float *sums = aligned_alloc(64, (part < deep ? PANEL * width : STEP * STEP) * sizeof(float));
+        number *taken = aligned_alloc(64, panel * part * sizeof(number));
+        float *sums = aligned_alloc(64, (part < deep ? panel * width : STEP * STEP) * sizeof(float));
         take_tiles();
         for (int64_t from = 0; from < kept->count; from += width) {
             const int64_t wide = least(width, whole_steps(kept->count - from));
@@ -920,17 +926,17 @@ void gw_multiply(
                     pack(kept, from + j, c, end, by_rows, held + c * wide + j * (end - c));
                 }
 #pragma omp for schedule(dynamic)
-            for (int64_t at = 0; at < walked->count; at += PANEL) {
-                const int64_t high = least(PANEL, whole_steps(walked->count - at));
+            for (int64_t at = 0; at < walked->count; at += panel) {
+                const int64_t high = least(panel, whole_steps(walked->count - at));
                 for (int64_t c = 0; c < deep; c += part) {
                     const int64_t length = least(c + part, deep) - c;
-                    for (int64_t i = 0; i < high; i += STEP) pack(walked, at + i, c, c + length, !by_rows, panel + i * length);
+                    for (int64_t i = 0; i < high; i += STEP) pack(walked, at + i, c, c + length, !by_rows, taken + i * length);
                     for (int64_t j = 0; j < wide; j += STEP)
                         for (int64_t i = 0; i < high; i += STEP) {
-                            float *sum = sums + (part < deep ? j * PANEL + i * STEP : 0);
-                            const number *x = panel + i * length, *y = held + c * wide + j * length;
-                            const number *soon = y + (STEP + STEP * i / PANEL) * length; /* a share of the next columns */
-                            add_products(by_rows ? x : y, by_rows ? y : x, length, sum, c == 0, 1, soon, STEP * STEP / PANEL);
+                            float *sum = sums + (part < deep ? j * panel + i * STEP : 0);
+                            const number *x = taken + i * length, *y = held + c * wide + j * length;
+                            const number *soon = y + (STEP + STEP * i / panel) * length; /* a share of the next columns */
+                            add_products(by_rows ? x : y, by_rows ? y : x, length, sum, c == 0, 1, soon, (STEP * STEP + panel - 1) / panel);
                             if (c + part < deep) continue;
                             const int64_t row = by_rows ? at + i : from + j, column = by_rows ? from + j : at + i;
                             put_sums(sum, bias, out, row, column, rows, columns, past);
@@ -939,7 +945,7 @@ void gw_multiply(
             }
         }
         _mm_sfence();
-        free(panel);
+        free(taken);
         free(sums);
         leave_tiles();
     }
@@ -955,7 +961,7 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
 }
 
 /* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL: for few rows, whose time is that
- * of reading the weight. */
+ * of reading the weight. The numbers are those of gw_multiply. */
 void gw_multiply_packed(
     const number *x, const number *packed, const number *bias, number *out, int64_t rows, int64_t columns, int64_t depth) {
     const operand left = {x, depth, rows, depth, 0};
