@@ -359,27 +359,13 @@ def test_numbers_do_not_depend_on_threads(numbers, dtype):
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-class Numbers:
-    """All that the engine asks of a tokenizer."""
-
-    def decode(self, tokens, **_):
-        return " ".join(map(str, tokens))
-
-
 # Products on matrix units.
 
 needs_units = pytest.mark.skipif(not calls.multiplies(torch.empty(0, dtype=BF16)), reason="this processor has no matrix units")
 SIZES = [
-    (1, 1, 1),
-    (5, 7, 3),
-    (33, 65, 31),
-    (1, 96, 64),
-    (100, 64, 1500),
-    (31, 900, 70),
-    (700, 300, 1200),
-    (300, 2100, 2600),
+    (1, 1, 1), (5, 7, 3), (33, 65, 31), (1, 96, 64), (100, 64, 1500), (31, 900, 70), (700, 300, 1200), (300, 2100, 2600),
     (1100, 1060, 1300),
-]
+]  # fmt: skip
 
 
 def either_way(rows, columns, turned):
@@ -433,9 +419,9 @@ def test_a_row_of_a_product_is_the_same_whatever_is_beside_it(depth):
 @needs_units
 @pytest.mark.parametrize(("columns", "depth"), [(500, 576), (33, 70), (2100, 96), (9000, 64)])
 def test_packed_weights_give_the_same_products(columns, depth):
-    x, weight, bias = random(BF16, 130, depth), random(BF16, columns, depth), random(BF16, columns)
+    x, weight, bias = random(BF16, 600, depth), random(BF16, columns, depth), random(BF16, columns)
     packed = calls.pack(weight)
-    for rows in (1, 8, 16, 17, 32, 33, 130):
+    for rows in (1, 8, 16, 17, 32, 33, 130, 257, 600):
         for added in (None, bias):
             found = calls.multiply_packed(x[:rows], packed, columns, added)
             assert torch.equal(found, calls.multiply(x[:rows], weight.t(), added))
@@ -459,6 +445,13 @@ def test_a_product_with_and_without_matrix_units(units, monkeypatch):
 def test_matrix_units_are_for_bf16_alone():
     assert not calls.multiplies(torch.empty(0))
     assert not calls.multiplies(torch.empty(0, dtype=torch.float16))
+
+
+class Numbers:
+    """All that the engine asks of a tokenizer."""
+
+    def decode(self, tokens, **_):
+        return " ".join(map(str, tokens))
 
 
 def _prompts(lengths):

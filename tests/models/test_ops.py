@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -158,6 +160,19 @@ def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtyp
             torch.testing.assert_close(product(rows), torch.nn.functional.linear(rows, weight, bias))
     elif dtype == torch.bfloat16:
         assert not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_a_rearranged_product_keeps_no_weight(units, monkeypatch):
+    """Merged with an adapter it is made for this alone: kept, a model would be there twice."""
+    monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
+    monkeypatch.setattr(calls, "_products_allowed", units)
+    weight = torch.randn(32, 16).bfloat16()
+    if decode.rearranging_helps(weight):
+        product, there = decode.rearranged_product(weight), weakref.ref(weight)
+        del weight
+        assert there() is None
+        assert product(torch.zeros(3, 16).bfloat16()).shape == (3, 32)
 
 
 def test_fp32_weights_are_rearranged_only_where_rows_are_rounded_as_alone(monkeypatch):

@@ -194,29 +194,14 @@ def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 3
     round its sums in another way, so none are.
     """
     if native.multiplies(weight) and (bias is None or bias.dtype == weight.dtype):
-        return _on_units(weight.detach(), bias)
+        packed = native.pack(weight.detach())
+        return partial(native.multiply_packed, packed=packed, columns=len(weight), bias=bias)
     rows = rows if weight.dtype == torch.bfloat16 else max(rows, _FEWEST_FP32)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def product(x: Tensor) -> Tensor:
         return multiply(x, blocked, bias, "none", [], "")
-
-    return product
-
-
-_MANY_ROWS = 256
-"""From so many rows on, as beside what rows are given between turns, weights are packed again for a product, in pieces that stay in the
-cache. The numbers are the same."""
-
-
-def _on_units(weight: Tensor, bias: Tensor | None) -> Product:
-    packed = native.pack(weight)
-
-    def product(x: Tensor) -> Tensor:
-        if len(x) >= _MANY_ROWS:
-            return native.multiply(x, weight.t(), bias)
-        return native.multiply_packed(x, packed, len(weight), bias)
 
     return product
 

@@ -965,23 +965,25 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
 void gw_multiply_packed(
     const number *x, const number *packed, const number *bias, number *out, int64_t rows, int64_t columns, int64_t depth) {
     const operand left = {x, depth, rows, depth, 0};
-    const int64_t deep = whole_steps(depth), high = whole_steps(rows);
-    const int64_t grain = columns < 2048 ? STEP : columns < 8192 ? 4 * STEP : 8 * STEP;
-    number *held = aligned_alloc(64, high * deep * sizeof(number));
-    for (int64_t i = 0; i < high; i += STEP) pack(&left, i, 0, deep, 0, held + i * deep);
+    const int64_t deep = whole_steps(depth), grain = columns < 2048 ? STEP : columns < 8192 ? 4 * STEP : 8 * STEP;
+    number *held = aligned_alloc(64, least(PANEL, whole_steps(rows)) * deep * sizeof(number));
+    for (int64_t first = 0; first < rows; first += PANEL) { /* so many rows as stay in the cache */
+        const int64_t end = least(first + PANEL, rows);
+        for (int64_t i = first; i < end; i += STEP) pack(&left, i, 0, deep, 0, held + (i - first) * deep);
 #pragma omp parallel
-    {
-        float sums[STEP * STEP] __attribute__((aligned(64)));
-        take_tiles();
+        {
+            float sums[STEP * STEP] __attribute__((aligned(64)));
+            take_tiles();
 #pragma omp for schedule(dynamic)
-        for (int64_t at = 0; at < columns; at += grain)
-            for (int64_t i = 0; i < high; i += STEP)
-                for (int64_t j = at; j < least(at + grain, columns); j += STEP) {
-                    const number *y = packed + j * deep;
-                    add_products(held + i * deep, y, deep, sums, 1, rows > i + TILE, y + 2 * PACKED, i ? 0 : STEP);
-                    put_sums(sums, bias, out, i, j, rows, columns, 0);
-                }
-        leave_tiles();
+            for (int64_t at = 0; at < columns; at += grain)
+                for (int64_t i = first; i < end; i += STEP)
+                    for (int64_t j = at; j < least(at + grain, columns); j += STEP) {
+                        const number *y = packed + j * deep;
+                        add_products(held + (i - first) * deep, y, deep, sums, 1, rows > i + TILE, y + 2 * PACKED, i > first ? 0 : STEP);
+                        put_sums(sums, bias, out, i, j, rows, columns, 0);
+                    }
+            leave_tiles();
+        }
     }
     free(held);
 }
