@@ -117,6 +117,17 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda x: torch.nn
 
 
 @needs_kernels
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_of_heads(numbers, offset):
+    qkv, q_weight, k_weight = numbers(40, 9, 64), numbers(64), numbers(64)
+    given = qkv.clone()
+    assert calls.norm_heads(qkv, q_weight, k_weight, 5, 2, 1e-5, offset) is qkv
+    close(qkv[:, :5], exact_norm(given[:, :5], q_weight, offset), roundings=2)
+    close(qkv[:, 5:7], exact_norm(given[:, 5:7], k_weight, offset), roundings=2)
+    assert torch.equal(qkv[:, 7:], given[:, 7:])
+
+
+@needs_kernels
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_units_and_their_gradients(numbers, activation):
     gate_up, grad = numbers(33, 64, scale=4), numbers(33, 32)
@@ -492,6 +503,29 @@ def test_a_model_samples_and_learns_as_without_them(family, kv_heads, dtype, req
     share = ROUNDING[dtype] / ROUNDING[BF16]
     assert errors["kernels"][0] < 0.05 * share
     assert errors["kernels"][2] < 0.1 * share
+
+
+@needs_units
+@pytest.mark.parametrize(("family", "kv_heads"), [("tiny_llama", 2), ("tiny_qwen2", 1), ("tiny_qwen3", 4), ("tiny_gemma3", 1)])
+def test_layers_in_one_call_give_the_numbers_of_many(family, kv_heads, request, monkeypatch):
+    """Rows end and leave, and the tables of keys and values grow."""
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "num_key_value_heads": kv_heads}
+    decoder = Decoder(request.getfixturevalue(family)(**sizes).to(BF16))
+    calls_seen: list[int] = []
+    in_one = calls.decode_layers
+    monkeypatch.setattr(calls, "decode_layers", lambda *args, **rest: (calls_seen.append(len(args[2])), in_one(*args, **rest))[1])
+    found = []
+    for one_call in (True, False):
+        if not one_call:
+            monkeypatch.setattr(calls, "table", lambda rows: None)
+        groups = BuiltinEngine(decoder, Numbers(), (2,)).sample(
+            _prompts([5, 40]), 9, SamplingSettings(max_tokens=100), seed=1, scope="s"
+        )
+        found.append([(c.token_ids, c.logprobs) for group in groups for c in group])
+        assert len({len(tokens) for tokens, _ in found[-1]}) > 3
+    assert found[0] == found[1]
+    assert len(calls_seen) == 99
+    assert set(calls_seen) > {18}
 
 
 @needs_kernels

@@ -8,7 +8,8 @@ own tokens, each row has its own.
 The matrix products themselves are callables, so that they can run on weights laid out for few rows. On CPUs the library's kernels for
 bf16 spend a large part of a step rearranging the weight: with 32 rows a step of SmolLM2-135M took 17.8 ms on plain weights and 13.6 ms
 on rearranged ones, with the same numbers to the last bit (2 cores, AVX-512 bf16); in fp32 sums are rounded otherwise. Where the
-processor has matrix units, the package's own kernel takes weights packed for these. Rearranging all of them takes about as long as two
+processor has matrix units, the package's own kernel takes weights packed for these, and all layers of a step are one call: with few rows
+the calls one by one from Python took a fifth of its time. Rearranging all of them takes about as long as two
 decode steps, so it is done again for each call of the sampler, which also is what makes it follow the policy.
 
 What a row is given between its turns is computed beside a step (``chunked_prefill.py``).
@@ -194,8 +195,7 @@ def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 3
     round its sums in another way, so none are.
     """
     if native.multiplies(weight) and (bias is None or bias.dtype == weight.dtype):
-        packed = native.pack(weight.detach())
-        return partial(native.multiply_packed, packed=packed, columns=len(weight), bias=bias)
+        return _Packed(native.pack(weight.detach()), len(weight), bias)
     rows = rows if weight.dtype == torch.bfloat16 else max(rows, _FEWEST_FP32)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
     multiply = torch.ops.mkldnn._linear_pointwise.default
@@ -204,6 +204,18 @@ def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 3
         return multiply(x, blocked, bias, "none", [], "")
 
     return product
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """``Product`` on matrix units."""
+
+    weight: Tensor
+    columns: int
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return native.multiply_packed(x, self.weight, self.columns, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +247,20 @@ class DecodeWeights:
             for layer in decoder.layers
         ]
         self.head = product(decoder.head)
+        self.tensors = [self._of_layer(layer, products) for layer, products in zip(decoder.layers, self.layers, strict=True)]
+        self.table = native.table(self.tensors) if all(self.tensors) else None
+        """For ``native.decode_layers``; None where a product of a layer is not on matrix units."""
+
+    @staticmethod
+    def _of_layer(layer: Any, products: _LayerProducts) -> list[Tensor | None]:
+        """In the order of ``Layer``."""
+        found: dict[str, Tensor | None] = {}
+        for name in products.__slots__:
+            product = getattr(products, name)
+            if not isinstance(product, _Packed):
+                return []
+            found |= {name: product.weight, f"{name}_bias": product.bias}
+        return [found[name] if name in found else getattr(layer, name) for name in Layer.__slots__]
 
 
 def in_bucket(count: int, most: int) -> int:
@@ -357,6 +383,9 @@ def _by_kernels(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: De
     kernels, attend_to = (native, _attend_natively) if step.lanes is None else (_gpu_kernels(), _attend_on_gpu)
     (x, ropes), added = _entering(decoder, step, chunk), None
     rows, turned = len(step.last_tokens), heads + kv_heads
+    if step.lanes is None and chunk is None and weights.table is not None:
+        added = _in_one_call(decoder, weights, cache, step, x, ropes)
+        return weights.head(native.add_norm(x, added, decoder.final_norm, *norm))
     for index, (layer, product, kind) in enumerate(zip(decoder.layers, weights.layers, decoder.kinds, strict=True)):
         qkv = product.qkv(kernels.add_norm(x, added, layer.input_norm, *norm)).view(len(x), turned + kv_heads, -1)
         cos, sin = ropes[kind]
@@ -377,6 +406,23 @@ def _by_kernels(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: De
     return weights.head(kernels.add_norm(x[:rows], added[:rows], decoder.final_norm, *norm))
 
 
+def _in_one_call(
+    decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, x: Tensor, ropes: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    shape, gate_up = decoder.shape, weights.layers[0].gate_up
+    assert weights.table is not None
+    assert isinstance(gate_up, _Packed)
+    caches = native.table(
+        [*own, *prompt, *ropes[kind], decoder.windows[kind] or 0]
+        for own, prompt, kind in zip(cache.own, cache.prompt, decoder.kinds, strict=True)
+    )
+    return native.decode_layers(
+        weights.table, caches, x, step.own_lengths, step.group_of_row, step.prompt_lengths, heads=shape.heads, kv_heads=shape.kv_heads,
+        width=shape.head_width, inner=gate_up.columns // 2, own_room=cache.room, prompt_room=cache.prompt_room,
+        scale=_scale(decoder), epsilon=shape.epsilon, offset=shape.norm_offset, activation=shape.activation,
+    )  # fmt: skip
+
+
 def _gpu_kernels() -> Any:
     from groupwise.engines.builtin import gpu_kernels  # only here: Triton takes a while to import, and is not everywhere
 
@@ -384,10 +430,12 @@ def _gpu_kernels() -> Any:
 
 
 def _normed(qkv: Tensor, layer: Layer, decoder: Decoder) -> Tensor:
-    """``qkv`` with its query and key heads normed, in families that do so."""
+    """``qkv``, which may be changed, with its query and key heads normed, in families that do so."""
     if layer.q_norm is None or layer.k_norm is None:
         return qkv
-    return head_norm(qkv, layer.q_norm, layer.k_norm, decoder.shape.heads, decoder.shape.kv_heads, *decoder.shape.norm)
+    fits = native.fits(qkv, qkv.shape[2]) and qkv.dtype == layer.q_norm.dtype and qkv.is_contiguous()
+    by = native.norm_heads if fits else head_norm
+    return by(qkv, layer.q_norm, layer.k_norm, decoder.shape.heads, decoder.shape.kv_heads, *decoder.shape.norm)
 
 
 def _attend_natively(

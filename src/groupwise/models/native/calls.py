@@ -7,6 +7,7 @@ F feed-forward width. Tensors are contiguous, and floating ones are bf16, or all
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "allow_products",
     "by_heads",
     "decode_attention",
+    "decode_layers",
     "delta",
     "dither",
     "draw",
@@ -34,10 +36,12 @@ __all__ = [
     "multiply_packed",
     "norm",
     "norm_backward",
+    "norm_heads",
     "pack",
     "rotate",
     "soften",
     "soften_backward",
+    "table",
     "take_logits",
 ]  # fmt: skip
 
@@ -50,6 +54,7 @@ ROOM = 32
 _POINTER, _COUNT, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_add_norm": (*[_POINTER] * 4, _COUNT, _COUNT, _REAL, _REAL),
+    "gw_norm_heads": (*[_POINTER] * 3, *[_COUNT] * 4, _REAL, _REAL),
     "gw_gated": (_POINTER, _POINTER, _COUNT, _COUNT, _FLAG),
     "gw_decode_attention": (*[_POINTER] * 11, *[_COUNT] * 7, _REAL),
     "gw_draw": (*[_POINTER] * 5, _COUNT, _COUNT, _REAL, _FLAG),
@@ -69,12 +74,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_multiply": (*[_POINTER] * 4, *[_COUNT] * 5, _FLAG, _FLAG),
     "gw_pack": (_POINTER, _POINTER, _COUNT, _COUNT),
     "gw_multiply_packed": (*[_POINTER] * 4, *[_COUNT] * 3),
+    "gw_decode_layers": (*[_POINTER] * 7, *[_COUNT] * 9, *[_REAL] * 3, _FLAG),
 }
 _functions: dict[torch.dtype, dict[str, Any]] = {}
 """By the dtype of what they compute with."""
 _BF16_ALONE = ("gw_merge", "gw_dither")
 """fp32 is not rounded."""
-_OF_MATRIX_UNITS = ("gw_multiply", "gw_pack", "gw_multiply_packed")
+_OF_MATRIX_UNITS = ("gw_multiply", "gw_pack", "gw_multiply_packed", "gw_decode_layers")
 _STEP = 32
 """What sides of a packed weight are multiples of: STEP in ``kernels.c``."""
 _allowed, _products_allowed = True, True
@@ -139,6 +145,16 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float, offset
     added = None if y is None else y.data_ptr()
     _function("gw_add_norm", x)(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, epsilon, offset)
     return out
+
+
+def norm_heads(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, epsilon: float, offset: float = 0.0
+) -> Tensor:
+    """``qkv`` ``[B, H + 2K, E]``, its query and key heads replaced by their ``rms_norm``."""
+    _function("gw_norm_heads", qkv)(
+        *_addresses(qkv, q_weight, k_weight), len(qkv), heads, kv_heads, qkv.shape[2], epsilon, offset
+    )
+    return qkv
 
 
 def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -239,6 +255,34 @@ def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None
     if out.numel():
         _function("gw_multiply_packed", x)(*_addresses(x, packed), added, out.data_ptr(), *out.shape, x.shape[1])
     return out
+
+
+def table(rows: Iterable[Iterable[Tensor | int | None]]) -> Tensor:
+    """Where the numbers of tensors are, line by line, 0 for None; counts as they are. It is good for as long as the tensors live."""
+    lines = [[x if isinstance(x, int) else 0 if x is None else x.data_ptr() for x in row] for row in rows]
+    return torch.tensor(lines, dtype=torch.long)
+
+
+def decode_layers(
+    layers: Tensor, caches: Tensor, x: Tensor, own_lengths: Tensor, group_of_row: Tensor, prompt_lengths: Tensor, *, heads: int,
+    kv_heads: int, width: int, inner: int, own_room: int, prompt_room: int, scale: float, epsilon: float, offset: float, activation: str,
+) -> Tensor:  # fmt: skip
+    """All layers of a decode step: what is still to be added to ``x`` ``[B, D]``, the residual stream, which is changed in place.
+
+    The numbers are those of ``add_norm``, ``multiply_packed``, ``norm_heads``, ``decode_attention`` and ``gated``, called one by one.
+
+    Args:
+        layers: ``table`` of the layers' tensors in the order of ``Layer``, the weights of products as ``pack`` lays them out.
+        caches: ``table`` of each layer's own keys and values, its prompts', cos and sin, and its window (0 for none).
+        width, inner: of a head, and of the feed-forward part.
+    """
+    added = torch.empty_like(x)
+    addresses = _addresses(layers, caches, x, added, own_lengths, group_of_row, prompt_lengths)
+    _function("gw_decode_layers", x)(
+        *addresses, len(layers), *x.shape, heads, kv_heads, width, inner, own_room, prompt_room, scale, epsilon, offset,
+        int(activation == "gelu_tanh"),
+    )  # fmt: skip
+    return added
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:

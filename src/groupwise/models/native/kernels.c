@@ -187,6 +187,18 @@ void gw_add_norm(
     }
 }
 
+/* In place: the norm of each query and key head of qkv [rows, H + 2K, E]. */
+void gw_norm_heads(
+    number *qkv, const number *q_weight, const number *k_weight, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width,
+    float epsilon, float offset) {
+#pragma omp parallel for schedule(static) if (rows * heads * width > 8192)
+    for (int64_t row = 0; row < rows; row++) {
+        number *q = qkv + row * (heads + 2 * kv_heads) * width, *k = q + heads * width;
+        gw_add_norm(q, NULL, q_weight, q, heads, width, epsilon, offset);
+        gw_add_norm(k, NULL, k_weight, k, kv_heads, width, epsilon, offset);
+    }
+}
+
 /* GELU by tanh is g * sigmoid(GELU_SLOPE * (g + GELU_CUBE * g^3)), since tanh(x) = 2 sigmoid(2 x) - 1; SiLU is g * sigmoid(g). */
 #define GELU_SLOPE 1.595769122f
 #define GELU_CUBE 0.044715f
@@ -986,6 +998,48 @@ void gw_multiply_packed(
         }
     }
     free(held);
+}
+
+/* A layer as models/layer.py has it, the weights of its products as gw_pack lays them out. What its family does not have is NULL. */
+typedef struct {
+    const number *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias, *post_norm, *gate_up, *down, *attention_norm,
+        *feed_forward_norm;
+} layer;
+
+/* What a layer's attention reads and appends to, as gw_decode_attention takes it. */
+typedef struct {
+    number *own_keys, *own_values;
+    const number *prompt_keys, *prompt_values, *cosine, *sine;
+    int64_t window;
+} layer_cache;
+
+/* All layers of a decode step: x [B, D] becomes the residual stream before the last addition, and `added` [B, D] what is still to be added
+ * to it. The numbers are those of the same kernels called one by one. */
+void gw_decode_layers(
+    const layer *layers, const layer_cache *caches, number *x, number *added, const int64_t *own_lengths, const int64_t *group_of_row,
+    const int64_t *prompt_lengths, int64_t count, int64_t rows, int64_t depth, int64_t heads, int64_t kv_heads, int64_t width,
+    int64_t inner, int64_t own_room, int64_t prompt_room, float scale, float epsilon, float offset, int gelu) {
+    const int64_t line = (heads + 2 * kv_heads) * width;
+    number *normed = malloc(rows * (depth + line + heads * width + 3 * inner) * sizeof(number));
+    number *qkv = normed + rows * depth, *attended = qkv + rows * line, *gate_up = attended + rows * heads * width;
+    number *active = gate_up + rows * 2 * inner;
+    for (const layer *l = layers; l < layers + count; l++, caches++) {
+        gw_add_norm(x, l > layers ? added : NULL, l->input_norm, normed, rows, depth, epsilon, offset);
+        gw_multiply_packed(normed, l->qkv, l->qkv_bias, qkv, rows, line, depth);
+        if (l->q_norm) gw_norm_heads(qkv, l->q_norm, l->k_norm, rows, heads, kv_heads, width, epsilon, offset);
+        gw_decode_attention(
+            qkv, caches->cosine, caches->sine, caches->own_keys, caches->own_values, caches->prompt_keys, caches->prompt_values,
+            own_lengths, group_of_row, prompt_lengths, attended, rows, heads, kv_heads, width, own_room, prompt_room, caches->window,
+            scale);
+        gw_multiply_packed(attended, l->output, l->output_bias, added, rows, depth, heads * width);
+        if (l->attention_norm) gw_add_norm(added, NULL, l->attention_norm, added, rows, depth, epsilon, offset);
+        gw_add_norm(x, added, l->post_norm, normed, rows, depth, epsilon, offset);
+        gw_multiply_packed(normed, l->gate_up, NULL, gate_up, rows, 2 * inner, depth);
+        gw_gated(gate_up, active, rows, inner, gelu);
+        gw_multiply_packed(active, l->down, NULL, added, rows, depth, inner);
+        if (l->feed_forward_norm) gw_add_norm(added, NULL, l->feed_forward_norm, added, rows, depth, epsilon, offset);
+    }
+    free(normed);
 }
 #endif
 #endif
