@@ -370,7 +370,7 @@ def test_numbers_do_not_depend_on_threads(numbers, dtype):
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-# Products on matrix units.
+# Products on matrix units, and with packed weights.
 
 needs_units = pytest.mark.skipif(not calls.multiplies(torch.empty(0, dtype=BF16)), reason="this processor has no matrix units")
 SIZES = [
@@ -427,15 +427,27 @@ def test_a_row_of_a_product_is_the_same_whatever_is_beside_it(depth):
         torch.set_num_threads(threads)
 
 
-@needs_units
-@pytest.mark.parametrize(("columns", "depth"), [(500, 576), (33, 70), (2100, 96), (9000, 64)])
-def test_packed_weights_give_the_same_products(columns, depth):
-    x, weight, bias = random(BF16, 600, depth), random(BF16, columns, depth), random(BF16, columns)
-    packed = calls.pack(weight)
-    for rows in (1, 8, 16, 17, 32, 33, 130, 257, 600):
-        for added in (None, bias):
-            found = calls.multiply_packed(x[:rows], packed, columns, added)
-            assert torch.equal(found, calls.multiply(x[:rows], weight.t(), added))
+@needs_kernels
+@pytest.mark.parametrize(("columns", "depth"), [(500, 576), (33, 70), (2100, 96), (9000, 64), (70, 33)])
+def test_packed_weights_give_the_same_products(numbers, dtype, columns, depth):
+    """Whatever rows are beside one, and on however many threads."""
+    x, weight, bias = numbers(600, depth), numbers(columns, depth), numbers(columns)
+    if not calls.packs(weight):
+        pytest.skip("this processor does not multiply such numbers")
+    packed, exact = calls.pack(weight), x.double() @ weight.double().t()
+    threads = torch.get_num_threads()
+    for added in (None, bias):
+        whole = calls.multiply_packed(x, packed, columns, added)
+        close(whole, exact if added is None else exact + added.double())
+        for rows in (1, 2, 5, 8, 13, 16, 17, 32, 33, 130, 257):
+            assert torch.equal(calls.multiply_packed(x[:rows], packed, columns, added), whole[:rows])
+        if calls.multiplies(weight):
+            assert torch.equal(calls.multiply(x, weight.t(), added), whole)
+        try:
+            torch.set_num_threads(3 - min(threads, 2))
+            assert torch.equal(calls.multiply_packed(x, packed, columns, added), whole)
+        finally:
+            torch.set_num_threads(threads)
     assert calls.multiply_packed(x[:0], packed, columns).shape == (0, columns)
 
 
@@ -451,6 +463,14 @@ def test_a_product_with_and_without_matrix_units(units, monkeypatch):
         close(out, exact)
     with pytest.raises(AssertionError):  # it would be no part of the graph
         product(a.requires_grad_(), b)
+
+
+@needs_units
+def test_packed_products_are_the_units_where_there_are_some(monkeypatch):
+    assert calls.packs(torch.empty(0, dtype=BF16))
+    calls.allow_products(False)
+    assert not calls.packs(torch.empty(0, dtype=BF16))
+    assert calls.packs(torch.empty(0))
 
 
 def test_matrix_units_are_for_bf16_alone():

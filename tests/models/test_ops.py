@@ -146,12 +146,21 @@ def test_the_inverse_rotation_is_the_transpose():
     torch.testing.assert_close((forward * y).sum(), (x * backward).sum(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("units", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype, units, monkeypatch):
-    """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error. Matrix units take packed weights."""
+@pytest.fixture(params=["own", "library"])
+def _products(request, monkeypatch):
+    """Rearranged weights: the package's own, where its kernels are, and the library's."""
     monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
-    monkeypatch.setattr(calls, "_products_allowed", units)
+    monkeypatch.setattr(calls, "_allowed", request.param == "own")
+    monkeypatch.setattr(calls, "_products_allowed", True)
+    decode._rows_are_alone.cache_clear()
+    yield
+    decode._rows_are_alone.cache_clear()
+
+
+@pytest.mark.usefixtures("_products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype):
+    """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error."""
     weight, x, bias = torch.randn(32, 16).to(dtype), torch.randn(4, 16).to(dtype), torch.randn(32).to(dtype)
     if decode.rearranging_helps(weight):
         assert dtype != torch.float16
@@ -162,27 +171,33 @@ def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtyp
         assert not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-@pytest.mark.parametrize("units", [True, False])
-def test_a_rearranged_product_keeps_no_weight(units, monkeypatch):
+@pytest.mark.usefixtures("_products")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_rearranged_product_keeps_no_weight(dtype):
     """Merged with an adapter it is made for this alone: kept, a model would be there twice."""
-    monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
-    monkeypatch.setattr(calls, "_products_allowed", units)
-    weight = torch.randn(32, 16).bfloat16()
+    weight = torch.randn(32, 16).to(dtype)
     if decode.rearranging_helps(weight):
         product, there = decode.rearranged_product(weight), weakref.ref(weight)
         del weight
         assert there() is None
-        assert product(torch.zeros(3, 16).bfloat16()).shape == (3, 32)
+        assert product(torch.zeros(3, 16).to(dtype)).shape == (3, 32)
 
 
-def test_fp32_weights_are_rearranged_only_where_rows_are_rounded_as_alone(monkeypatch):
-    monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
-    decode._rows_are_alone.cache_clear()
+@pytest.mark.usefixtures("_products")
+def test_rows_of_rearranged_fp32_weights_are_rounded_as_alone():
     weight, x = torch.randn(160, 96), torch.randn(24, 96)
     if decode.rearranging_helps(weight):
         for hint in (1, 64):
             product = decode.rearranged_product(weight, rows=hint)
             assert all(torch.equal(product(x[:rows]), product(x)[:rows]) for rows in range(1, 24))
+
+
+def test_the_library_rearranges_fp32_weights_only_where_rows_are_rounded_as_alone(monkeypatch):
+    monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
+    monkeypatch.setattr(calls, "_allowed", False)
+    decode._rows_are_alone.cache_clear()
+    weight = torch.randn(160, 96)
+    if decode.rearranging_helps(weight):
         hints, reorder = [], torch.ops.mkldnn._reorder_linear_weight
         monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda w, rows: hints.append(rows) or reorder(w, rows))
         decode.rearranged_product(weight, rows=1)

@@ -154,11 +154,11 @@ Product = Callable[[Tensor], Tensor]
 
 
 def rearranging_helps(weight: Tensor) -> bool:
-    """Whether ``rearranged_product`` is there for this weight: bf16 or fp32 on a CPU that has matrix units, or whose library has the
-    blocked kernels."""
+    """Whether ``rearranged_product`` is there for this weight: bf16 or fp32 on a CPU for which there are kernels, the package's own or the
+    library's blocked ones."""
     if not ALLOWED["rearranged"] or weight.device.type != "cpu":
         return False
-    if native.multiplies(weight):
+    if native.packs(weight):
         return True
     if not torch.backends.mkldnn.is_available():
         return False
@@ -194,7 +194,7 @@ def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 3
     A row's product does not depend on the rows beside it, as it does with plain fp32 weights; but fp32 weights rearranged for a single row
     round its sums in another way, so none are.
     """
-    if native.multiplies(weight) and (bias is None or bias.dtype == weight.dtype):
+    if native.packs(weight) and (bias is None or bias.dtype == weight.dtype):
         return _Packed(native.pack(weight.detach()), len(weight), bias)
     rows = rows if weight.dtype == torch.bfloat16 else max(rows, _FEWEST_FP32)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
@@ -208,7 +208,7 @@ def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 3
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """``Product`` on matrix units."""
+    """``Product`` by the package's own kernel."""
 
     weight: Tensor
     columns: int
@@ -249,7 +249,7 @@ class DecodeWeights:
         self.head = product(decoder.head)
         self.tensors = [self._of_layer(layer, products) for layer, products in zip(decoder.layers, self.layers, strict=True)]
         self.table = native.table(self.tensors) if all(self.tensors) else None
-        """For ``native.decode_layers``; None where a product of a layer is not on matrix units."""
+        """For ``native.decode_layers``; None where a product of a layer is not by the package's own kernel."""
 
     @staticmethod
     def _of_layer(layer: Any, products: _LayerProducts) -> list[Tensor | None]:

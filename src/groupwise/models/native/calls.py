@@ -38,6 +38,7 @@ __all__ = [
     "norm_backward",
     "norm_heads",
     "pack",
+    "packs",
     "rotate",
     "soften",
     "soften_backward",
@@ -80,7 +81,9 @@ _functions: dict[torch.dtype, dict[str, Any]] = {}
 """By the dtype of what they compute with."""
 _BF16_ALONE = ("gw_merge", "gw_dither")
 """fp32 is not rounded."""
-_OF_MATRIX_UNITS = ("gw_multiply", "gw_pack", "gw_multiply_packed", "gw_decode_layers")
+_OF_MATRIX_UNITS = ("gw_multiply",)
+_PACKED = ("gw_pack", "gw_multiply_packed", "gw_decode_layers")
+"""For fp32, and for bf16 where the processor multiplies it."""
 _STEP = 32
 """What sides of a packed weight are multiples of: STEP in ``kernels.c``."""
 _allowed, _products_allowed = True, True
@@ -106,8 +109,15 @@ def multiplies(like: Tensor) -> bool:
     return _products_allowed and like.dtype == torch.bfloat16 and fits(like) and "gw_multiply" in _functions[like.dtype]
 
 
+def packs(like: Tensor) -> bool:
+    """Whether ``multiply_packed`` is there for weights such as ``like``: of fp32, or of bf16 on a processor that multiplies it."""
+    if not fits(like) or "gw_pack" not in _functions[like.dtype]:
+        return False
+    return _products_allowed or "gw_multiply" not in _functions[like.dtype]  # with matrix units it is theirs
+
+
 def allow_products(yes: bool) -> None:
-    """Take ``multiply``, or leave it out, from now on, in the whole process."""
+    """Take ``multiply``, and what else goes by matrix units, or leave it out, from now on, in the whole process."""
     global _products_allowed
     _products_allowed = yes
 
@@ -119,9 +129,12 @@ def _load(dtype: torch.dtype) -> bool:
     if library is None:
         return False
     loaded = {}
-    units = hasattr(library, "gw_may_multiply") and bool(library.gw_may_multiply())
+    with_units = hasattr(library, "gw_may_multiply")
+    missing = set(_BF16_ALONE) if dtype == torch.float32 else set()
+    if not with_units or not library.gw_may_multiply():
+        missing |= {*_OF_MATRIX_UNITS, *(_PACKED if with_units or not hasattr(library, "gw_pack") else ())}
     for name, signature in _SIGNATURES.items():
-        if units if name in _OF_MATRIX_UNITS else dtype == torch.bfloat16 or name not in _BF16_ALONE:
+        if name not in missing:
             loaded[name] = function = getattr(library, name)
             function.argtypes, function.restype = signature, None
     _functions[dtype] = loaded  # whole: another thread may look
@@ -246,8 +259,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None) -> Tensor:
-    """``multiply(x, weight.t(), bias)``, to the last bit, for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid
-    out."""
+    """``x @ weight.t() + bias`` for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid out; on matrix units to
+    the last bit what ``multiply`` gives. A row's numbers do not depend on the rows beside it."""
     assert packed.shape == (-(-columns // _STEP) * _STEP, -(-x.shape[1] // _STEP) * _STEP)
     assert bias is None or (bias.dtype, bias.shape, bias.is_contiguous()) == (x.dtype, (columns,), True)
     x, out = x.contiguous(), x.new_empty(len(x), columns)

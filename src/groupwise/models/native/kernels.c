@@ -747,21 +747,40 @@ void gw_dither(const float *exact, number *out, int64_t start, int64_t rows, int
         for (; c < width; c++) to[c] = (in[c] + ((first + (uint32_t)c * PLASTIC) & 0xffff)) >> 16;
     }
 }
+#endif
 
-#if defined(__linux__) && (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) && defined(__AVX512BW__)
-/* ---- Matrix products on the processor's matrix units (Intel's AMX) ----
- *
- * A unit multiplies tiles of 16 rows of 64 bytes: one step adds to 16 x 16 sums the products over 32 numbers. The left tile holds 16 rows
- * of 32 numbers each; the right one 16 pairs of rows, in which the numbers of the two rows alternate. Both are packed here from what lies
- * in memory, so that transposed operands cost no pass of their own. A sum goes through its numbers in a fixed order, whatever rows and
- * columns are beside it, and is rounded once. */
+#ifdef __AVX512BF16__
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#endif
+#if defined(FP32) || (defined(__AVX512BF16__) && defined(__AVX512BW__))
+/* ---- Matrix products of decode steps, and the steps ----
+ *
+ * The weight is packed: panels of columns, in which the numbers at one depth lie beside each other, so that they are read from end to end.
+ * A product's number is one sum through its numbers in a fixed order, whatever rows and columns are beside it, rounded once. Threads take
+ * panels as they become free: where another program has half of a core, equal shares fixed at the start took 1.4 times as long. */
+enum { STEP = 32, PANEL = 256 };
 
-enum { TILE = 16, STEP = 32, PACKED = 2 * TILE * STEP, DEPTH = 1024, PANEL = 256, WIDEST = 1024, HELD = 1 << 22, LARGE = 1 << 20 };
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-int omp_get_max_threads(void);
+static inline int64_t whole_steps(int64_t x) { return (x + STEP - 1) / STEP * STEP; }
+
+#ifdef FP32
+/* A weight [columns, depth] to panels of WIDE columns, of [depth, WIDE] each. */
+enum { WIDE = 2 * LANES };
+
+void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) {
+    enum { PART = 16 }; /* numbers of a line of the cache */
+    const int64_t deep = whole_steps(depth);
+#pragma omp parallel for schedule(dynamic, 8)
+    for (int64_t j = 0; j < whole_steps(columns); j += WIDE)
+        for (int64_t c = 0; c < deep; c += PART)
+            for (int64_t w = 0; w < WIDE; w++)
+                for (int64_t i = c; i < c + PART; i++)
+                    out[j * deep + i * WIDE + w] = j + w < columns && i < depth ? weight[(j + w) * depth + i] : 0;
+}
+
+#else
+enum { WIDE = STEP, TILE = 16, PACKED = 2 * TILE * STEP };
 
 /* `count` rows or columns of `depth` numbers. `by_depth`: the numbers at one depth lie beside each other, else those of one row or column;
  * `line` from one such line to the next. */
@@ -770,10 +789,6 @@ typedef struct {
     int64_t line, count, depth;
     int by_depth;
 } operand;
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline int64_t whole_steps(int64_t x) { return (x + STEP - 1) / STEP * STEP; }
 
 static inline __mmask32 first_of(int64_t count) { return count >= 32 ? ~(__mmask32)0 : count <= 0 ? 0 : ((__mmask32)1 << count) - 1; }
 
@@ -831,6 +846,28 @@ static void pack(const operand *from, int64_t first, int64_t start, int64_t end,
         }
     }
 }
+
+/* A weight [columns, depth], each rounded up to a multiple of 32, to panels of 32 columns: pairs of tiles, in pairs of rows. */
+void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) {
+    const operand from = {weight, depth, columns, depth, 0};
+    const int64_t deep = whole_steps(depth);
+#pragma omp parallel for schedule(dynamic, 8)
+    for (int64_t j = 0; j < columns; j += STEP) pack(&from, j, 0, deep, 1, out + j * deep);
+}
+#endif
+
+#if !defined(FP32) && defined(__linux__) && (defined(__AMX_BF16__) || defined(__AMXBF16__))
+/* ---- Matrix products on the processor's matrix units (Intel's AMX), for learning too ----
+ *
+ * A unit multiplies tiles of 16 rows of 64 bytes: one step adds to 16 x 16 sums the products over 32 numbers. The left tile holds 16 rows
+ * of 32 numbers each; the right one 16 pairs of rows, in which the numbers of the two rows alternate. Both are packed here from what lies
+ * in memory, so that transposed operands cost no pass of their own. */
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { DEPTH = 1024, WIDEST = 1024, HELD = 1 << 22, LARGE = 1 << 20 };
+
+int omp_get_max_threads(void);
 
 /* Begin with tiles of 16 x 64 bytes in this thread. */
 static inline void take_tiles(void) {
@@ -916,7 +953,7 @@ void gw_multiply(
     int64_t depth, int a_by_depth, int b_by_depth) {
     const operand left = {a, a_line, rows, depth, a_by_depth}, right = {b, b_line, columns, depth, b_by_depth};
     /* The smaller one is packed whole, or so many rows or columns of it as stay in the cache; threads take panels of the other as they
-     * become free. Where another program has half of a core, equal shares fixed at the start took 1.4 times as long. */
+     * become free. */
     const int by_rows = rows >= columns;
     const operand *walked = by_rows ? &left : &right, *kept = by_rows ? &right : &left;
     const int64_t deep = whole_steps(depth), part = deep <= DEPTH + PANEL ? deep : DEPTH;
@@ -964,14 +1001,6 @@ void gw_multiply(
     free(held);
 }
 
-/* A weight [columns, depth] to what gw_multiply_packed takes: [columns, depth], each rounded up to a multiple of 32. */
-void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) {
-    const operand from = {weight, depth, columns, depth, 0};
-    const int64_t deep = whole_steps(depth);
-#pragma omp parallel for schedule(dynamic, 8)
-    for (int64_t j = 0; j < columns; j += STEP) pack(&from, j, 0, deep, 1, out + j * deep);
-}
-
 /* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL: for few rows, whose time is that
  * of reading the weight. The numbers are those of gw_multiply. */
 void gw_multiply_packed(
@@ -999,6 +1028,105 @@ void gw_multiply_packed(
     }
     free(held);
 }
+#else
+/* A panel's numbers at DEEP depths, in two registers, and a row's there, again and again. */
+#ifdef FP32
+enum { DEEP = 1 };
+typedef vec lines;
+typedef float factor;
+
+static inline void take_lines(const number *panel, int64_t depth, lines *one, lines *two) {
+    __builtin_prefetch(panel + (depth + STEP) * WIDE, 0, 2);
+    if (WIDE > 16) __builtin_prefetch(panel + (depth + STEP) * WIDE + 16, 0, 2);
+    *one = load(panel + depth * WIDE), *two = load(panel + depth * WIDE + LANES);
+}
+
+static inline factor factor_of(const number *x) { return *x; }
+
+static inline vec add_lines(vec sum, lines by, factor x) { return sum + by * x; }
+#else
+enum { DEEP = 2 };
+typedef __m512bh lines;
+typedef __m512bh factor;
+
+static inline void take_lines(const number *panel, int64_t depth, lines *one, lines *two) {
+    const number *at = panel + depth / STEP * PACKED + depth % STEP / 2 * STEP;
+    _mm_prefetch((const char *)(at + 2 * PACKED), _MM_HINT_T1);
+    _mm_prefetch((const char *)(at + 2 * PACKED + TILE * STEP), _MM_HINT_T1);
+    *one = (lines)_mm512_loadu_si512(at), *two = (lines)_mm512_loadu_si512(at + TILE * STEP);
+}
+
+static inline factor factor_of(const number *x) {
+    int32_t pair;
+    memcpy(&pair, x, 4);
+    return (factor)_mm512_set1_epi32(pair);
+}
+
+static inline vec add_lines(vec sum, lines by, factor x) { return (vec)_mm512_dpbf16_ps((__m512)sum, by, x); }
+#endif
+
+/* Sums of ROWS rows of x against a panel, to [ROWS, WIDE]. */
+#define SUMS(ROWS)                                                                                                    \
+    static void sums_##ROWS(const number *x, int64_t line, const number *panel, int64_t depth, float *to) {           \
+        vec one[ROWS] = {{0}}, two[ROWS] = {{0}};                                                                     \
+        for (int64_t d = 0; d < depth; d += DEEP) {                                                                   \
+            lines a, b;                                                                                               \
+            take_lines(panel, d, &a, &b);                                                                             \
+            for (int r = 0; r < ROWS; r++) {                                                                          \
+                const factor f = factor_of(x + r * line + d);                                                         \
+                one[r] = add_lines(one[r], a, f), two[r] = add_lines(two[r], b, f);                                   \
+            }                                                                                                         \
+        }                                                                                                             \
+        for (int r = 0; r < ROWS; r++) *(vec *)(to + r * WIDE) = one[r], *(vec *)(to + r * WIDE + LANES) = two[r];    \
+    }
+SUMS(1) SUMS(2) SUMS(3) SUMS(4) SUMS(5) SUMS(6)
+#ifdef __AVX512F__
+SUMS(7) SUMS(8) SUMS(9) SUMS(10) SUMS(11) SUMS(12)
+#endif
+
+typedef void (*sums_of)(const number *, int64_t, const number *, int64_t, float *);
+static const sums_of SUMS_OF[] = { /* as many as there are registers for */
+    sums_1, sums_2, sums_3, sums_4, sums_5, sums_6,
+#ifdef __AVX512F__
+    sums_7, sums_8, sums_9, sums_10, sums_11, sums_12,
+#endif
+};
+enum { MOST = sizeof SUMS_OF / sizeof *SUMS_OF };
+
+/* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL. */
+void gw_multiply_packed(
+    const number *x, const number *packed, const number *bias, number *out, int64_t rows, int64_t columns, int64_t depth) {
+    const int64_t deep = whole_steps(depth), grain = columns < 2048 ? STEP : columns < 8192 ? 4 * STEP : 8 * STEP;
+    number *held = NULL;
+    if (depth % DEEP) { /* with a 0 at each row's end */
+        held = calloc(rows * deep, sizeof(number));
+        for (int64_t i = 0; i < rows; i++) memcpy(held + i * deep, x + i * depth, depth * sizeof(number));
+    }
+    const number *from = held ? held : x;
+    const int64_t line = held ? deep : depth;
+    for (int64_t first = 0; first < rows; first += PANEL) { /* so many rows as stay in the cache */
+        const int64_t count = least(PANEL, rows - first), blocks = (count + MOST - 1) / MOST, high = (count + blocks - 1) / blocks;
+#pragma omp parallel for schedule(dynamic)
+        for (int64_t at = 0; at < columns; at += grain)
+            for (int64_t j = at; j < least(at + grain, columns); j += WIDE)
+                for (int64_t i = first; i < first + count; i += high) {
+                    float sums[MOST * WIDE];
+                    const int64_t taken = least(high, first + count - i), wide = least(WIDE, columns - j);
+                    SUMS_OF[taken - 1](from + i * line, line, packed + j * deep, depth, sums);
+                    for (int64_t r = 0; r < taken; r++) {
+                        number *to = out + (i + r) * columns + j;
+                        float *sum = sums + r * WIDE;
+                        if (bias)
+                            for (int64_t c = 0; c < wide; c++) sum[c] += widen(bias[j + c]);
+                        if (wide == WIDE) store(to, *(vec *)sum), store(to + LANES, *(vec *)(sum + LANES));
+                        else
+                            for (int64_t c = 0; c < wide; c++) to[c] = narrow(sum[c]);
+                    }
+                }
+    }
+    free(held);
+}
+#endif
 
 /* A layer as models/layer.py has it, the weights of its products as gw_pack lays them out. What its family does not have is NULL. */
 typedef struct {
@@ -1041,5 +1169,4 @@ void gw_decode_layers(
     }
     free(normed);
 }
-#endif
 #endif
