@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from groupwise.engines import SampleRequest, SamplingSettings
+from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.turns import Turns
@@ -466,11 +467,33 @@ def test_a_product_with_and_without_matrix_units(units, monkeypatch):
 
 
 @needs_units
-def test_packed_products_are_the_units_where_there_are_some(monkeypatch):
+def test_packed_products_are_the_units_where_there_are_some():
     assert calls.packs(torch.empty(0, dtype=BF16))
     calls.allow_products(False)
     assert not calls.packs(torch.empty(0, dtype=BF16))
     assert calls.packs(torch.empty(0))
+
+
+@needs_kernels
+@pytest.mark.parametrize("permitted", [True, False])
+def test_a_system_that_refuses_matrix_units_has_no_products_by_them(permitted, monkeypatch):
+    class Library:
+        def __getattr__(self, name):
+            return lambda *_: int(permitted)
+
+    monkeypatch.setattr(calls, "_functions", {})
+    monkeypatch.setattr(calls, "kernels", lambda fp32: build.Kernels(Library(), "a compiler"))
+    assert calls.fits(torch.empty(0, dtype=BF16))
+    assert calls.multiplies(torch.empty(0, dtype=BF16)) == permitted
+    assert calls.packs(torch.empty(0, dtype=BF16)) == permitted
+
+
+@needs_kernels
+def test_weights_of_another_dtype_are_an_error():
+    """A kernel would read them as what they are not."""
+    packed = calls.pack(random(FP32, 64, 32))
+    with pytest.raises(AssertionError, match="packed for inputs of that dtype"):
+        calls.multiply_packed(random(BF16, 4, 32), packed, 64)
 
 
 def test_matrix_units_are_for_bf16_alone():
@@ -525,12 +548,15 @@ def test_a_model_samples_and_learns_as_without_them(family, kv_heads, dtype, req
     assert errors["kernels"][2] < 0.1 * share
 
 
-@needs_units
+@needs_kernels
 @pytest.mark.parametrize(("family", "kv_heads"), [("tiny_llama", 2), ("tiny_qwen2", 1), ("tiny_qwen3", 4), ("tiny_gemma3", 1)])
-def test_layers_in_one_call_give_the_numbers_of_many(family, kv_heads, request, monkeypatch):
+def test_layers_in_one_call_give_the_numbers_of_many(family, kv_heads, dtype, request, monkeypatch):
     """Rows end and leave, and the tables of keys and values grow."""
+    if not calls.packs(torch.empty(0, dtype=dtype)):
+        pytest.skip("this processor does not multiply such numbers")
+    monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
     sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "num_key_value_heads": kv_heads}
-    decoder = Decoder(request.getfixturevalue(family)(**sizes).to(BF16))
+    decoder = Decoder(request.getfixturevalue(family)(**sizes).to(dtype))
     calls_seen: list[int] = []
     in_one = calls.decode_layers
     monkeypatch.setattr(calls, "decode_layers", lambda *args, **rest: (calls_seen.append(len(args[2])), in_one(*args, **rest))[1])
@@ -544,7 +570,7 @@ def test_layers_in_one_call_give_the_numbers_of_many(family, kv_heads, request, 
         found.append([(c.token_ids, c.logprobs) for group in groups for c in group])
         assert len({len(tokens) for tokens, _ in found[-1]}) > 3
     assert found[0] == found[1]
-    assert len(calls_seen) == 99
+    assert len(calls_seen) == max(len(tokens) for tokens, _ in found[0]) - 1
     assert set(calls_seen) > {18}
 
 

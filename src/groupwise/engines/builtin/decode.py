@@ -7,10 +7,10 @@ own tokens, each row has its own.
 
 The matrix products themselves are callables, so that they can run on weights laid out for few rows. On CPUs the library's kernels for
 bf16 spend a large part of a step rearranging the weight: with 32 rows a step of SmolLM2-135M took 17.8 ms on plain weights and 13.6 ms
-on rearranged ones, with the same numbers to the last bit (2 cores, AVX-512 bf16); in fp32 sums are rounded otherwise. Where the
-processor has matrix units, the package's own kernel takes weights packed for these, and all layers of a step are one call: with few rows
-the calls one by one from Python took a fifth of its time. Rearranging all of them takes about as long as two
-decode steps, so it is done again for each call of the sampler, which also is what makes it follow the policy.
+on rearranged ones (2 cores, AVX-512 bf16). The package's own kernels take packed weights, and all layers of a step in one call: with few
+rows, the calls one by one from Python took a fifth of its time. Where they are not there, the library's blocked kernels do the same.
+Rearranging all weights takes about as long as two decode steps, so it is done again for each call of the sampler, which also is what
+makes it follow the policy.
 
 What a row is given between its turns is computed beside a step (``chunked_prefill.py``).
 
@@ -191,10 +191,11 @@ _FEWEST_FP32 = 8
 def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 32) -> Product:
     """``x @ weight.T + bias``, on a rearranged copy of ``weight`` as it is now. ``rows`` is a hint of the batch's size.
 
-    A row's product does not depend on the rows beside it, as it does with plain fp32 weights; but fp32 weights rearranged for a single row
-    round its sums in another way, so none are.
+    A row's product does not depend on the rows beside it, as it does with plain fp32 weights. The library would round the sums of fp32
+    weights rearranged for a single row in another way, so none are.
     """
-    if native.packs(weight) and (bias is None or bias.dtype == weight.dtype):
+    bias = None if bias is None else bias.to(weight.dtype).contiguous()
+    if native.packs(weight):
         return _Packed(native.pack(weight.detach()), len(weight), bias)
     rows = rows if weight.dtype == torch.bfloat16 else max(rows, _FEWEST_FP32)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
@@ -248,19 +249,22 @@ class DecodeWeights:
         ]
         self.head = product(decoder.head)
         self.tensors = [self._of_layer(layer, products) for layer, products in zip(decoder.layers, self.layers, strict=True)]
+        """Of each layer, in the order of ``Layer``: what ``table`` points to, kept for as long as it does."""
         self.table = native.table(self.tensors) if all(self.tensors) else None
         """For ``native.decode_layers``; None where a product of a layer is not by the package's own kernel."""
 
     @staticmethod
     def _of_layer(layer: Any, products: _LayerProducts) -> list[Tensor | None]:
-        """In the order of ``Layer``."""
+        """Nothing where one kernel for all layers does not take them."""
         found: dict[str, Tensor | None] = {}
         for name in products.__slots__:
             product = getattr(products, name)
             if not isinstance(product, _Packed):
                 return []
             found |= {name: product.weight, f"{name}_bias": product.bias}
-        return [found[name] if name in found else getattr(layer, name) for name in Layer.__slots__]
+        tensors = [found[name] if name in found else getattr(layer, name) for name in Layer.__slots__]
+        like = products.qkv.weight  # type: ignore[attr-defined]
+        return tensors if all(x is None or (x.dtype == like.dtype and x.is_contiguous()) for x in tensors) else []
 
 
 def in_bucket(count: int, most: int) -> int:
@@ -433,7 +437,8 @@ def _normed(qkv: Tensor, layer: Layer, decoder: Decoder) -> Tensor:
     """``qkv``, which may be changed, with its query and key heads normed, in families that do so."""
     if layer.q_norm is None or layer.k_norm is None:
         return qkv
-    fits = native.fits(qkv, qkv.shape[2]) and qkv.dtype == layer.q_norm.dtype and qkv.is_contiguous()
+    alike = qkv.dtype == layer.q_norm.dtype == layer.k_norm.dtype
+    fits = native.fits(qkv, qkv.shape[2]) and alike and qkv.is_contiguous()
     by = native.norm_heads if fits else head_norm
     return by(qkv, layer.q_norm, layer.k_norm, decoder.shape.heads, decoder.shape.kv_heads, *decoder.shape.norm)
 

@@ -75,15 +75,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_multiply": (*[_POINTER] * 4, *[_COUNT] * 5, _FLAG, _FLAG),
     "gw_pack": (_POINTER, _POINTER, _COUNT, _COUNT),
     "gw_multiply_packed": (*[_POINTER] * 4, *[_COUNT] * 3),
-    "gw_decode_layers": (*[_POINTER] * 7, *[_COUNT] * 9, *[_REAL] * 3, _FLAG),
+    "gw_decode_layers": (*[_POINTER] * 8, *[_COUNT] * 9, *[_REAL] * 3, _FLAG),
 }
 _functions: dict[torch.dtype, dict[str, Any]] = {}
 """By the dtype of what they compute with."""
-_BF16_ALONE = ("gw_merge", "gw_dither")
-"""fp32 is not rounded."""
-_OF_MATRIX_UNITS = ("gw_multiply",)
-_PACKED = ("gw_pack", "gw_multiply_packed", "gw_decode_layers")
-"""For fp32, and for bf16 where the processor multiplies it."""
+_BY_UNITS = ("gw_multiply", "gw_pack", "gw_multiply_packed", "gw_decode_layers")
+"""By matrix units, in a library that has ``gw_may_multiply``."""
 _STEP = 32
 """What sides of a packed weight are multiples of: STEP in ``kernels.c``."""
 _allowed, _products_allowed = True, True
@@ -110,14 +107,17 @@ def multiplies(like: Tensor) -> bool:
 
 
 def packs(like: Tensor) -> bool:
-    """Whether ``multiply_packed`` is there for weights such as ``like``: of fp32, or of bf16 on a processor that multiplies it."""
+    """Whether ``multiply_packed`` is there for weights such as ``like``: of fp32, or of bf16 on a processor that multiplies it.
+
+    On a processor with matrix units bf16 goes by these or not at all: not where the system or ``allow_products`` rules them out.
+    """
     if not fits(like) or "gw_pack" not in _functions[like.dtype]:
         return False
-    return _products_allowed or "gw_multiply" not in _functions[like.dtype]  # with matrix units it is theirs
+    return _products_allowed or "gw_multiply" not in _functions[like.dtype]
 
 
 def allow_products(yes: bool) -> None:
-    """Take ``multiply``, and what else goes by matrix units, or leave it out, from now on, in the whole process."""
+    """Take ``multiply``, and packed weights on matrix units, or leave them out, from now on, in the whole process."""
     global _products_allowed
     _products_allowed = yes
 
@@ -129,12 +129,9 @@ def _load(dtype: torch.dtype) -> bool:
     if library is None:
         return False
     loaded = {}
-    with_units = hasattr(library, "gw_may_multiply")
-    missing = set(_BF16_ALONE) if dtype == torch.float32 else set()
-    if not with_units or not library.gw_may_multiply():
-        missing |= {*_OF_MATRIX_UNITS, *(_PACKED if with_units or not hasattr(library, "gw_pack") else ())}
+    refused = hasattr(library, "gw_may_multiply") and not library.gw_may_multiply()
     for name, signature in _SIGNATURES.items():
-        if name not in missing:
+        if hasattr(library, name) and not (refused and name in _BY_UNITS):
             loaded[name] = function = getattr(library, name)
             function.argtypes, function.restype = signature, None
     _functions[dtype] = loaded  # whole: another thread may look
@@ -261,6 +258,7 @@ def pack(weight: Tensor) -> Tensor:
 def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.t() + bias`` for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid out; on matrix units to
     the last bit what ``multiply`` gives. A row's numbers do not depend on the rows beside it."""
+    assert packed.dtype == x.dtype, f"weights of {packed.dtype} were packed for inputs of that dtype, and these are of {x.dtype}"
     assert packed.shape == (-(-columns // _STEP) * _STEP, -(-x.shape[1] // _STEP) * _STEP)
     assert bias is None or (bias.dtype, bias.shape, bias.is_contiguous()) == (x.dtype, (columns,), True)
     x, out = x.contiguous(), x.new_empty(len(x), columns)
@@ -289,8 +287,9 @@ def decode_layers(
         caches: ``table`` of each layer's own keys and values, its prompts', cos and sin, and its window (0 for none).
         width, inner: of a head, and of the feed-forward part.
     """
-    added = torch.empty_like(x)
-    addresses = _addresses(layers, caches, x, added, own_lengths, group_of_row, prompt_lengths)
+    added, rows = torch.empty_like(x), len(x)
+    scratch = x.new_empty(rows * (x.shape[1] + (2 * heads + 2 * kv_heads) * width + 3 * inner))
+    addresses = _addresses(layers, caches, x, added, scratch, own_lengths, group_of_row, prompt_lengths)
     _function("gw_decode_layers", x)(
         *addresses, len(layers), *x.shape, heads, kv_heads, width, inner, own_room, prompt_room, scale, epsilon, offset,
         int(activation == "gelu_tanh"),

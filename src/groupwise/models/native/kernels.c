@@ -1,11 +1,11 @@
-/* Fused loops for bf16 and fp32 models on CPUs: what lies between the matrix products of a layer, the attention of a decode step, and, on
- * one kind of processor, the products.
+/* Fused loops for bf16 and fp32 models on CPUs: what lies between the matrix products of a layer; decode steps, their products too; and, on
+ * processors with matrix units, all products.
  *
  * PyTorch runs each of these as a chain of operations, every one a pass over memory and a meeting of all threads. A decode step has
  * some 1,500 of them. Here each chain is one loop. The file needs no header of PyTorch's: it is compiled in about two seconds, at the
  * first use on a machine (build.py), and called with plain addresses (calls.py). Written with vector extensions that GCC and Clang have
- * for every processor; nothing is specific to one but that the low half of a number comes first in memory. Only the matrix products at
- * the end are for one kind of processor, which has units for them.
+ * for every processor; nothing is specific to one but that the low half of a number comes first in memory. Only the products of bf16, at
+ * the end, are for processors that have instructions for them.
  *
  * `number` is what a model is made of: bf16, or fp32 where this is compiled with -DFP32. Arithmetic is fp32 within a loop, and is rounded
  * once, when stored. No result depends on the number of threads, since each row, head or product's number is one thread's from start to
@@ -758,7 +758,7 @@ void gw_dither(const float *exact, number *out, int64_t start, int64_t rows, int
  * The weight is packed: panels of columns, in which the numbers at one depth lie beside each other, so that they are read from end to end.
  * A product's number is one sum through its numbers in a fixed order, whatever rows and columns are beside it, rounded once. Threads take
  * panels as they become free: where another program has half of a core, equal shares fixed at the start took 1.4 times as long. */
-enum { STEP = 32, PANEL = 256 };
+enum { STEP = 32, PANEL = 256 }; /* PANEL: rows at a time, which stay in the cache */
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -1029,7 +1029,7 @@ void gw_multiply_packed(
     free(held);
 }
 #else
-/* A panel's numbers at DEEP depths, in two registers, and a row's there, again and again. */
+/* For DEEP numbers of each sum at a time: a panel's, in two registers, and those of a row of x, which all columns take. */
 #ifdef FP32
 enum { DEEP = 1 };
 typedef vec lines;
@@ -1142,14 +1142,13 @@ typedef struct {
 } layer_cache;
 
 /* All layers of a decode step: x [B, D] becomes the residual stream before the last addition, and `added` [B, D] what is still to be added
- * to it. The numbers are those of the same kernels called one by one. */
+ * to it. The numbers are those of the same kernels called one by one. scratch [B, D + (2H + 2K) E + 3F]. */
 void gw_decode_layers(
-    const layer *layers, const layer_cache *caches, number *x, number *added, const int64_t *own_lengths, const int64_t *group_of_row,
-    const int64_t *prompt_lengths, int64_t count, int64_t rows, int64_t depth, int64_t heads, int64_t kv_heads, int64_t width,
+    const layer *layers, const layer_cache *caches, number *x, number *added, number *scratch, const int64_t *own_lengths,
+    const int64_t *group_of_row, const int64_t *prompt_lengths, int64_t count, int64_t rows, int64_t depth, int64_t heads, int64_t kv_heads, int64_t width,
     int64_t inner, int64_t own_room, int64_t prompt_room, float scale, float epsilon, float offset, int gelu) {
     const int64_t line = (heads + 2 * kv_heads) * width;
-    number *normed = malloc(rows * (depth + line + heads * width + 3 * inner) * sizeof(number));
-    number *qkv = normed + rows * depth, *attended = qkv + rows * line, *gate_up = attended + rows * heads * width;
+    number *normed = scratch, *qkv = normed + rows * depth, *attended = qkv + rows * line, *gate_up = attended + rows * heads * width;
     number *active = gate_up + rows * 2 * inner;
     for (const layer *l = layers; l < layers + count; l++, caches++) {
         gw_add_norm(x, l > layers ? added : NULL, l->input_norm, normed, rows, depth, epsilon, offset);
@@ -1167,6 +1166,5 @@ void gw_decode_layers(
         gw_multiply_packed(active, l->down, NULL, added, rows, depth, inner);
         if (l->feed_forward_norm) gw_add_norm(added, NULL, l->feed_forward_norm, added, rows, depth, epsilon, offset);
     }
-    free(normed);
 }
 #endif
