@@ -256,15 +256,12 @@ class DecodeWeights:
     @staticmethod
     def _of_layer(layer: Any, products: _LayerProducts) -> list[Tensor | None]:
         """Nothing where one kernel for all layers does not take them."""
-        found: dict[str, Tensor | None] = {}
-        for name in products.__slots__:
-            product = getattr(products, name)
-            if not isinstance(product, _Packed):
-                return []
-            found |= {name: product.weight, f"{name}_bias": product.bias}
-        tensors = [found[name] if name in found else getattr(layer, name) for name in Layer.__slots__]
-        like = products.qkv.weight  # type: ignore[attr-defined]
-        return tensors if all(x is None or (x.dtype == like.dtype and x.is_contiguous()) for x in tensors) else []
+        packed = {name: getattr(products, name) for name in products.__slots__}
+        if not all(isinstance(product, _Packed) for product in packed.values()):
+            return []
+        tensors = [packed[name].weight if name in packed else getattr(layer, name) for name in Layer.__slots__]
+        there = [x for x in tensors if x is not None]
+        return tensors if len({x.dtype for x in there}) == 1 and all(x.is_contiguous() for x in there) else []
 
 
 def in_bucket(count: int, most: int) -> int:

@@ -749,9 +749,6 @@ void gw_dither(const float *exact, number *out, int64_t start, int64_t rows, int
 }
 #endif
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 #if defined(FP32) || (defined(__AVX512BF16__) && defined(__AVX512BW__))
 /* ---- Matrix products of decode steps, and the steps ----
  *
@@ -780,6 +777,8 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
 }
 
 #else
+#include <immintrin.h>
+
 enum { WIDE = STEP, TILE = 16, PACKED = 2 * TILE * STEP };
 
 /* `count` rows or columns of `depth` numbers. `by_depth`: the numbers at one depth lie beside each other, else those of one row or column;
@@ -1145,8 +1144,9 @@ typedef struct {
  * to it. The numbers are those of the same kernels called one by one. scratch [B, D + (2H + 2K) E + 3F]. */
 void gw_decode_layers(
     const layer *layers, const layer_cache *caches, number *x, number *added, number *scratch, const int64_t *own_lengths,
-    const int64_t *group_of_row, const int64_t *prompt_lengths, int64_t count, int64_t rows, int64_t depth, int64_t heads, int64_t kv_heads, int64_t width,
-    int64_t inner, int64_t own_room, int64_t prompt_room, float scale, float epsilon, float offset, int gelu) {
+    const int64_t *group_of_row, const int64_t *prompt_lengths, int64_t count, int64_t rows, int64_t depth, int64_t heads,
+    int64_t kv_heads, int64_t width, int64_t inner, int64_t own_room, int64_t prompt_room, float scale, float epsilon, float offset,
+    int gelu) {
     const int64_t line = (heads + 2 * kv_heads) * width;
     number *normed = scratch, *qkv = normed + rows * depth, *attended = qkv + rows * line, *gate_up = attended + rows * heads * width;
     number *active = gate_up + rows * 2 * inner;
