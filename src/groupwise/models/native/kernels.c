@@ -761,6 +761,12 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t whole_steps(int64_t x) { return (x + STEP - 1) / STEP * STEP; }
 
+/* `count` in parts of at most `most`: how large, if they are alike. */
+static inline int64_t evenly(int64_t count, int64_t most) {
+    const int64_t parts = (count + most - 1) / most;
+    return whole_steps((count + parts - 1) / parts);
+}
+
 #ifdef FP32
 /* A weight [columns, depth] to panels of WIDE columns, of [depth, WIDE] each. */
 enum { WIDE = 2 * LANES };
@@ -825,6 +831,8 @@ static void pack(const operand *from, int64_t first, int64_t start, int64_t end,
             const __mmask32 there = first_of(from->count - first);
             for (int i = 0; i < 16; i++) {
                 const number *row = from->at + (c + 2 * i) * from->line + first;
+                _mm_prefetch((const char *)(row + STEP * from->line), _MM_HINT_T0); /* they lie too far apart to be foreseen */
+                _mm_prefetch((const char *)(row + (STEP + 1) * from->line), _MM_HINT_T0);
                 const __m512i even = _mm512_maskz_loadu_epi16(c + 2 * i < from->depth ? there : 0, row);
                 const __m512i odd = _mm512_maskz_loadu_epi16(c + 2 * i + 1 < from->depth ? there : 0, row + from->line);
                 one[i] = _mm512_permutex2var_epi16(even, low, odd);
@@ -864,7 +872,9 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { DEPTH = 1024, WIDEST = 1024, HELD = 1 << 22, LARGE = 1 << 20 };
+/* At most so much depth at a time; so many columns whose sums are held meanwhile; so many packed numbers; larger results go around the
+ * cache. */
+enum { DEEPEST = 1792, WIDEST = 1024, HELD = 1 << 24, LARGE = 1 << 20 };
 
 int omp_get_max_threads(void);
 
@@ -883,10 +893,46 @@ static inline void take_tiles(void) {
 
 static inline void leave_tiles(void) { __asm__ volatile("tilerelease"); }
 
+static inline __m512 widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+/* 32 x 32 sums on their way out, [4, 16, 16]: where they go, how many rows are written already, and what is added to each column. */
+typedef struct {
+    const float *sums;
+    number *to;
+    int64_t columns, written, rows;
+    __m512 low, high;
+    __mmask32 there;
+    int past;
+} block;
+
+/* The sums of `out` [rows, columns] from `row` and `column` on, with `bias` for each column if there is one. `past`: around the cache. */
+static inline block block_at(
+    const float *sums, const number *bias, number *out, int64_t row, int64_t column, int64_t rows, int64_t columns, int past) {
+    const __mmask32 there = first_of(columns - column);
+    const __m512i both = bias ? _mm512_maskz_loadu_epi16(there, bias + column) : _mm512_setzero_si512();
+    return (block){
+        sums, out + row * columns + column, columns, 0, least(STEP, rows - row), widened(_mm512_castsi512_si256(both)),
+        widened(_mm512_extracti64x4_epi64(both, 1)), there, past};
+}
+
+/* Write up to `count` rows more. */
+static inline __attribute__((always_inline)) void put_sums(block *b, int64_t count) {
+    for (const int64_t end = least(b->rows, b->written + count); b->written < end; b->written++) {
+        const float *from = b->sums + b->written / TILE * 512 + b->written % TILE * TILE;
+        number *to = b->to + b->written * b->columns;
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(
+            _mm512_add_ps(_mm512_load_ps(from + 256), b->high), _mm512_add_ps(_mm512_load_ps(from), b->low));
+        if (b->past) _mm512_stream_si512((__m512i *)to, both);
+        else _mm512_mask_storeu_epi16(to, b->there, both);
+    }
+}
+
 /* Add the products of 32 rows and 32 columns, `length` numbers of each, to `sums` [4, 16, 16]; with `fresh` to zeros. `whole`: whether
- * there are more than 16 rows. Meanwhile `lines` pieces of 64 bytes a step, from `soon` on, are fetched into the cache. */
+ * there are more than 16 rows. Meanwhile `lines` pieces of 64 bytes a step, from `soon` on, are fetched into the cache, and the sums
+ * `before` these are written: the units need not wait for that. */
 static inline __attribute__((always_inline)) void add_products(
-    const number *left, const number *right, int64_t length, float *sums, int fresh, int whole, const number *soon, int64_t lines) {
+    const number *left, const number *right, int64_t length, float *sums, int fresh, int whole, const number *soon, int64_t lines,
+    block *before) {
     __asm__ volatile("" ::: "memory"); /* GCC does not know that _tile_loadd reads memory */
     if (fresh) {
         _tile_zero(0);
@@ -909,34 +955,13 @@ static inline __attribute__((always_inline)) void add_products(
         if (whole) _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (whole) _tile_dpbf16ps(3, 5, 7);
+        put_sums(before, 2);
     }
+    put_sums(before, STEP);
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + 256, 64);
     _tile_stored(2, sums + 512, 64);
     _tile_stored(3, sums + 768, 64);
-}
-
-static inline __m512 widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-
-/* Write 32 x 32 sums, each column's `bias` added if there is one, to `out` [rows, columns] from `row` and `column` on. `past`: around the
- * cache. */
-static inline void put_sums(
-    const float *sums, const number *bias, number *out, int64_t row, int64_t column, int64_t rows, int64_t columns, int past) {
-    const __mmask32 there = first_of(columns - column);
-    __m512 low = _mm512_setzero_ps(), high = low;
-    if (bias) {
-        const __m512i both = _mm512_maskz_loadu_epi16(there, bias + column);
-        low = widened(_mm512_castsi512_si256(both));
-        high = widened(_mm512_extracti64x4_epi64(both, 1));
-    }
-    for (int64_t r = 0; r < least(STEP, rows - row); r++) {
-        const float *from = sums + r / TILE * 512 + r % TILE * TILE;
-        number *to = out + (row + r) * columns + column;
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(
-            _mm512_add_ps(_mm512_load_ps(from + 256), high), _mm512_add_ps(_mm512_load_ps(from), low));
-        if (past) _mm512_stream_si512((__m512i *)to, both);
-        else _mm512_mask_storeu_epi16(to, there, both);
-    }
 }
 
 /* Whether this process may use the units: asked of the system once. */
@@ -955,15 +980,17 @@ void gw_multiply(
      * become free. */
     const int by_rows = rows >= columns;
     const operand *walked = by_rows ? &left : &right, *kept = by_rows ? &right : &left;
-    const int64_t deep = whole_steps(depth), part = deep <= DEPTH + PANEL ? deep : DEPTH;
-    const int64_t most = whole_steps(HELD / deep + 1), width = least(whole_steps(kept->count), part < deep ? least(WIDEST, most) : most);
+    const int64_t deep = whole_steps(depth), part = evenly(deep, DEEPEST);
+    const int64_t most = whole_steps(HELD / deep + 1), width = evenly(kept->count, part < deep ? least(WIDEST, most) : most);
     const int64_t panels = 4 * omp_get_max_threads(), panel = least(PANEL, whole_steps((walked->count + panels - 1) / panels));
     const int past = columns % STEP == 0 && (uintptr_t)out % 64 == 0 && rows * columns > LARGE;
     number *held = aligned_alloc(64, width * deep * sizeof(number));
 #pragma omp parallel
     {
         number *taken = aligned_alloc(64, panel * part * sizeof(number));
-        float *sums = aligned_alloc(64, (part < deep ? panel * width : STEP * STEP) * sizeof(float));
+        float *sums = aligned_alloc(64, (part < deep ? panel * width : 2 * STEP * STEP) * sizeof(float));
+        block before = {0};
+        int turn = 0;
         take_tiles();
         for (int64_t from = 0; from < kept->count; from += width) {
             const int64_t wide = least(width, whole_steps(kept->count - from));
@@ -981,15 +1008,17 @@ void gw_multiply(
                     for (int64_t i = 0; i < high; i += STEP) pack(walked, at + i, c, c + length, !by_rows, taken + i * length);
                     for (int64_t j = 0; j < wide; j += STEP)
                         for (int64_t i = 0; i < high; i += STEP) {
-                            float *sum = sums + (part < deep ? j * panel + i * STEP : 0);
+                            float *sum = sums + (part < deep ? j * panel + i * STEP : (turn ^= 1) * STEP * STEP);
                             const number *x = taken + i * length, *y = held + c * wide + j * length;
                             const number *soon = y + (STEP + STEP * i / panel) * length; /* a share of the next columns */
-                            add_products(by_rows ? x : y, by_rows ? y : x, length, sum, c == 0, 1, soon, (STEP * STEP + panel - 1) / panel);
+                            const int64_t lines = (STEP * STEP + panel - 1) / panel;
+                            add_products(by_rows ? x : y, by_rows ? y : x, length, sum, c == 0, 1, soon, lines, &before);
                             if (c + part < deep) continue;
                             const int64_t row = by_rows ? at + i : from + j, column = by_rows ? from + j : at + i;
-                            put_sums(sum, bias, out, row, column, rows, columns, past);
+                            before = block_at(sum, bias, out, row, column, rows, columns, past);
                         }
                 }
+                put_sums(&before, STEP);
             }
         }
         _mm_sfence();
@@ -1012,16 +1041,21 @@ void gw_multiply_packed(
         for (int64_t i = first; i < end; i += STEP) pack(&left, i, 0, deep, 0, held + (i - first) * deep);
 #pragma omp parallel
         {
-            float sums[STEP * STEP] __attribute__((aligned(64)));
+            float sums[2][STEP * STEP] __attribute__((aligned(64)));
+            block before = {0};
+            int turn = 0;
             take_tiles();
 #pragma omp for schedule(dynamic)
             for (int64_t at = 0; at < columns; at += grain)
                 for (int64_t i = first; i < end; i += STEP)
                     for (int64_t j = at; j < least(at + grain, columns); j += STEP) {
                         const number *y = packed + j * deep;
-                        add_products(held + (i - first) * deep, y, deep, sums, 1, rows > i + TILE, y + 2 * PACKED, i > first ? 0 : STEP);
-                        put_sums(sums, bias, out, i, j, rows, columns, 0);
+                        float *sum = sums[turn ^= 1];
+                        add_products(
+                            held + (i - first) * deep, y, deep, sum, 1, rows > i + TILE, y + 2 * PACKED, i > first ? 0 : STEP, &before);
+                        before = block_at(sum, bias, out, i, j, rows, columns, 0);
                     }
+            put_sums(&before, STEP);
             leave_tiles();
         }
     }
