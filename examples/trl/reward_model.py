@@ -2,10 +2,10 @@
 
 python examples/trl/reward_model.py --judge some/reward-model --output_dir runs/judged --max_steps 50
 
-Without ``--judge`` a stand-in is made: the policy's own weights under a new head, whose taste is arbitrary but steady.
+Without ``--judge`` a stand-in is made in ``--output_dir``: the policy's own weights under a new head, whose taste is arbitrary but steady.
 """
 
-import tempfile
+import os
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,7 @@ class Script:
     judge: str | None = None
 
 
-def stand_in(model: str) -> str:
-    folder = tempfile.mkdtemp(prefix="judge-")
+def stand_in(model: str, folder: str) -> str:
     source = str(ensure_embedded_model()) if model == EMBEDDED_NAME else model
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pretrained(folder)
@@ -43,7 +42,6 @@ def stand_in(model: str) -> str:
 if __name__ == "__main__":
     script, args = HfArgumentParser((Script, GRPOConfig)).parse_args_into_dataclasses()
     dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": task}]} for task in TASKS])
-    trainer = GRPOTrainer(
-        model=script.model, reward_funcs=script.judge or stand_in(script.model), args=args, train_dataset=dataset
-    )
+    judge = script.judge or stand_in(script.model, os.path.join(args.output_dir, "judge"))
+    trainer = GRPOTrainer(model=script.model, reward_funcs=judge, args=args, train_dataset=dataset)
     trainer.train()
