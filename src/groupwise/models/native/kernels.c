@@ -761,12 +761,6 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t whole_steps(int64_t x) { return (x + STEP - 1) / STEP * STEP; }
 
-/* `count` in parts of at most `most`: how large, if they are alike. */
-static inline int64_t evenly(int64_t count, int64_t most) {
-    const int64_t parts = (count + most - 1) / most;
-    return whole_steps((count + parts - 1) / parts);
-}
-
 #ifdef FP32
 /* A weight [columns, depth] to panels of WIDE columns, of [depth, WIDE] each. */
 enum { WIDE = 2 * LANES };
@@ -877,6 +871,12 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
 enum { DEEPEST = 1792, WIDEST = 1024, HELD = 1 << 24, LARGE = 1 << 20 };
 
 int omp_get_max_threads(void);
+
+/* `count` in parts of at most `most`: how large, if they are alike. */
+static inline int64_t evenly(int64_t count, int64_t most) {
+    const int64_t parts = (count + most - 1) / most;
+    return whole_steps((count + parts - 1) / parts);
+}
 
 /* Begin with tiles of 16 x 64 bytes in this thread. */
 static inline void take_tiles(void) {
