@@ -929,7 +929,7 @@ static inline __attribute__((always_inline)) void put_sums(block *b, int64_t cou
 
 /* Add the products of 32 rows and 32 columns, `length` numbers of each, to `sums` [4, 16, 16]; with `fresh` to zeros. `whole`: whether
  * there are more than 16 rows. Meanwhile `lines` pieces of 64 bytes a step, from `soon` on, are fetched into the cache, and the sums
- * `before` these are written: the units need not wait for that. */
+ * `before` these, which may lie in the same place, are written: the units need not wait for that. */
 static inline __attribute__((always_inline)) void add_products(
     const number *left, const number *right, int64_t length, float *sums, int fresh, int whole, const number *soon, int64_t lines,
     block *before) {
@@ -988,9 +988,8 @@ void gw_multiply(
 #pragma omp parallel
     {
         number *taken = aligned_alloc(64, panel * part * sizeof(number));
-        float *sums = aligned_alloc(64, (part < deep ? panel * width : 2 * STEP * STEP) * sizeof(float));
+        float *sums = aligned_alloc(64, (part < deep ? panel * width : STEP * STEP) * sizeof(float));
         block before = {0};
-        int turn = 0;
         take_tiles();
         for (int64_t from = 0; from < kept->count; from += width) {
             const int64_t wide = least(width, whole_steps(kept->count - from));
@@ -1008,7 +1007,7 @@ void gw_multiply(
                     for (int64_t i = 0; i < high; i += STEP) pack(walked, at + i, c, c + length, !by_rows, taken + i * length);
                     for (int64_t j = 0; j < wide; j += STEP)
                         for (int64_t i = 0; i < high; i += STEP) {
-                            float *sum = sums + (part < deep ? j * panel + i * STEP : (turn ^= 1) * STEP * STEP);
+                            float *sum = sums + (part < deep ? j * panel + i * STEP : 0);
                             const number *x = taken + i * length, *y = held + c * wide + j * length;
                             const number *soon = y + (STEP + STEP * i / panel) * length; /* a share of the next columns */
                             const int64_t lines = (STEP * STEP + panel - 1) / panel;
@@ -1041,19 +1040,17 @@ void gw_multiply_packed(
         for (int64_t i = first; i < end; i += STEP) pack(&left, i, 0, deep, 0, held + (i - first) * deep);
 #pragma omp parallel
         {
-            float sums[2][STEP * STEP] __attribute__((aligned(64)));
+            float sums[STEP * STEP] __attribute__((aligned(64)));
             block before = {0};
-            int turn = 0;
             take_tiles();
 #pragma omp for schedule(dynamic)
             for (int64_t at = 0; at < columns; at += grain)
                 for (int64_t i = first; i < end; i += STEP)
                     for (int64_t j = at; j < least(at + grain, columns); j += STEP) {
                         const number *y = packed + j * deep;
-                        float *sum = sums[turn ^= 1];
                         add_products(
-                            held + (i - first) * deep, y, deep, sum, 1, rows > i + TILE, y + 2 * PACKED, i > first ? 0 : STEP, &before);
-                        before = block_at(sum, bias, out, i, j, rows, columns, 0);
+                            held + (i - first) * deep, y, deep, sums, 1, rows > i + TILE, y + 2 * PACKED, i > first ? 0 : STEP, &before);
+                        before = block_at(sums, bias, out, i, j, rows, columns, 0);
                     }
             put_sums(&before, STEP);
             leave_tiles();
