@@ -73,7 +73,7 @@ class ModelConfig(Section):
     name: str = "smollm2-135m-instruct"
     """The built-in `smollm2-135m-instruct`, a model folder, or a Hub name such as `Qwen/Qwen2.5-1.5B-Instruct`."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub. Folders and the built-in model have none."""
+    """Branch, tag or commit on the Hub. Folders and the embedded model have none."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Numbers of the weights that sample and compute. `auto` is bfloat16, but float32 on a CPU without instructions for it.
     float16, with a scaled loss, is for GPUs without bfloat16."""
@@ -251,7 +251,7 @@ class RolloutConfig(Section):
     ahead: int = Field(default=0, ge=0)
     """Sample so many steps ahead while one is learnt from, with a copy of the weights for each."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
-    """Sequences decoded at once. It bounds the KV cache and changes no sample."""
+    """Sequences decoded at once. It bounds the KV cache and X."""
     tools: list[str] = Field(default=[])
     """What the policy may call in the middle of a completion: `calculator`, `python` (in a sandbox), or typed functions of your own,
     `my_tools.py:search`. Their results count in `max_completion_tokens` and are not trained."""

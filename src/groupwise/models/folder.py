@@ -211,5 +211,5 @@ def only_from_cache(name: str, revision: str | None) -> bool:
             return True
         raise ModelError(
             f"model {name!r} is neither a folder here nor in the local Hub cache, and the Hub cannot be reached "
-            f"({type(error).__name__}): check the network, or name a model folder or the built-in model"
+            f"({type(error).__name__}): check the network, or name a model folder or the embedded model"
         ) from error
