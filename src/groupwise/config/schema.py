@@ -251,7 +251,7 @@ class RolloutConfig(Section):
     ahead: int = Field(default=0, ge=0)
     """Sample so many steps ahead while one is learnt from, with a copy of the weights for each."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
-    """Sequences decoded at once. It bounds the KV cache and X."""
+    """Sequences decoded at once. It bounds the KV cache; samples change by rounding alone."""
     tools: list[str] = Field(default=[])
     """What the policy may call in the middle of a completion: `calculator`, `python` (in a sandbox), or typed functions of your own,
     `my_tools.py:search`. Their results count in `max_completion_tokens` and are not trained."""
