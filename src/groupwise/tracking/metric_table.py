@@ -113,7 +113,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "value/grad_norm": ("1", "Global norm of a separate critic's gradient before clipping."),
     "value/clip_share": ("share", "Tokens whose value the clip held back."),
     "optimizer/learning_rate": ("1", "Learning rate of the step's last update."),
-    "optimizer/grad_norm": ("1", "Global norm of the gradient before clipping."),
+    "optimizer/grad_norm": ("1", "Global norm of the gradient before clipping; of several updates the largest."),
     "optimizer/dropped_updates": ("count", "Updates not made because the gradient was not finite."),
     "optimizer/updates_lost": (
         "share",
