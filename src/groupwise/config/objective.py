@@ -177,8 +177,8 @@ class ValueConfig(Section):
     clip: float | None = Field(default=None, gt=0)
     """How far a value may move within a batch, in units of reward. Acts with `algorithm.updates_per_batch` above 1."""
     loss_weight: float = Field(default=0.1, gt=0)
-    """Weight of the value's loss. Acts with `trains_trunk`, and through `optimizer.max_grad_norm` on a `critic` of its own; AdamW divides it
-    out elsewhere."""
+    """Weight of the value's loss. Acts with `trains_trunk`, and through `optimizer.max_grad_norm` on a `critic` of its own; AdamW divides
+    it out elsewhere."""
     trains_trunk: bool = False
     """With the `shared` critic: let the value's error reach the policy's layers too."""
 
