@@ -43,6 +43,11 @@ CASES = {
     "sapo": {"loss_type": "sapo", "num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.1},
     "vespo": {"loss_type": "vespo", "num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4, "beta": 0.1},
     "what has drifted is left out": {"off_policy_mask_threshold": 0.001, "num_iterations": 3},
+    "restricted samples of vllm": {"use_vllm": True, "top_p": 0.9, "num_iterations": 2, "beta": 0.1, "loss_type": "grpo"},
+    "restricted samples of vllm, by token": {
+        "use_vllm": True, "top_k": 150, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 1.0,
+        "steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 2, "per_device_train_batch_size": 4,
+    },
     "gspo of tokens of high entropy": {
         "loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.4, "num_iterations": 2,
     },
@@ -76,6 +81,8 @@ NOT_COMPARED = (
     "train_runtime",
     "train_samples_per_second",
     "train_steps_per_second",
+    *(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")),
+    *(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
 )
 BY_SWEEP = (
     "kl",
@@ -116,16 +123,18 @@ def ours(arguments, case, folder, prompts):
 def theirs(arguments, case, folder, prompts, generations, monkeypatch):
     from transformers import AutoTokenizer
 
-    args = trl.GRPOConfig(**arguments, report_to="none")
+    args = trl.GRPOConfig(**{**arguments, "use_vllm": False}, report_to="none")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trainer = trl.GRPOTrainer(str(folder), rewards_of(case), args, prompts, processing_class=tokenizer)
+    trainer.use_vllm = arguments.get("use_vllm", False)  # only now: it learns from such samples without the package
     waiting, number = list(generations), iter(range(len(generations)))
 
     def replay(prompt_ids, *_, **__):
         generation = waiting.pop(0)
         expected = [list(g.prompt.token_ids) for g in generation.groups for _ in g.completions]
         assert [list(map(int, ids)) for ids in prompt_ids] == expected, "the same prompts in the same order"
-        return [list(c.token_ids) for c in generation.sampled], None
+        logprobs = [list(c.logprobs) for c in generation.sampled] if trainer.use_vllm else None
+        return [list(c.token_ids) for c in generation.sampled], logprobs
 
     def shuffle(batch):
         count = len(batch["advantages"])

@@ -1050,6 +1050,43 @@ def test_settings_of_sampling_shape_what_is_sampled(tiny_folder, prompts, settin
             )
 
 
+def test_restricted_samples_are_weighted_as_trl_weighs_vllm_s(tiny_folder, prompts, letters, settings, caplog):
+    def train(**changes):
+        args = settings(use_vllm=True, max_steps=2, num_iterations=2, **changes)
+        trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts)
+        trainer.train()
+        (part,) = trainer._generation[1].parts.values()
+        return part.window.batch
+
+    assert train().correction_T is None, "what samples is what is trained"
+    assert train(top_p=0.8, vllm_importance_sampling_correction=False).correction_T is None
+    assert "near 0 for long completions" not in caplog.text
+    batch = train(top_p=0.8)
+    assert "near 0 for long completions" in caplog.text
+    apart_T = batch.old_logprobs_T - batch.sampler_logprobs_T
+    assert apart_T.max() < 0, "log-probabilities of what is left of the distribution, as vLLM's processed ones"
+    whole_N = torch.zeros(len(batch)).index_add_(0, batch.sequence_T, apart_T).exp()
+    torch.testing.assert_close(batch.correction_T, whole_N[batch.sequence_T])
+    batch = train(top_k=20, vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=1.0)
+    torch.testing.assert_close(batch.correction_T, (batch.old_logprobs_T - batch.sampler_logprobs_T).exp().clamp(max=1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vllm_importance_sampling_clip_min": 0.5}, "vllm_importance_sampling_clip_min=0.5 .* leave it out"),
+        ({"vllm_importance_sampling_clip_max": None}, "vllm_importance_sampling_clip_max=None .* set it to 1 or more"),
+        ({"vllm_importance_sampling_cap": 0.5}, "vllm_importance_sampling_clip_max=0.5"),
+        ({"loss_type": "vespo"}, "another loss_type than 'vespo', or set vllm_importance_sampling_correction=False"),
+    ],
+)
+def test_a_correction_that_cannot_be_had_is_said_before_a_model_is_read(prompts, letters, settings, changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        GRPOTrainer("no-such-model", letters, settings(use_vllm=True, min_p=0.1, **changes), prompts)
+    with pytest.raises(ModelError, match="no-such-model"):
+        GRPOTrainer("no-such-model", letters, settings(use_vllm=True, **changes), prompts)
+
+
 @pytest.mark.parametrize("loss_type", ["cispo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("sapo", "vespo"))])
 def test_loss_types_learn(tiny_folder, prompts, letters, settings, loss_type):
     args = settings(loss_type=loss_type, num_iterations=2, max_steps=4, off_policy_mask_threshold=0.5)

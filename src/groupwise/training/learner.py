@@ -269,7 +269,9 @@ class Learner:
         view = micro_batch.view
         scored = self._pass(micro_batch, entropy=self.entropy_bonus is not None or self.objective.needs_entropy)
         metrics, columns = self._in_first_pass(view, scored.logprobs_T.detach()) if first else ({}, {})
-        view.correction_T = columns.get("correction_T", view.correction_T)
+        if self.config.correction_level != "none" and (first or view.correction_T is None):  # micro-steps may be cut otherwise later
+            view.correction_T, of_correction = self._correction(view, scored.logprobs_T.detach())
+            columns, metrics = columns | {"correction_T": view.correction_T}, metrics | of_correction
         loss, numbers = policy_loss(
             self.objective,
             logprobs_T=scored.logprobs_T,
@@ -310,17 +312,17 @@ class Learner:
             "policy/entropy": Mean(-total, tokens),
             "speed/learnt_tokens": Sum(tokens),
         }
-        columns: Columns = {}
-        level, correction = self.config.correction_level, self.config.algorithm.correction or CorrectionConfig()
-        if level != "none":
-            columns["correction_T"], numbers = sampler_correction(
-                taken_T if view.old_logprobs_T is None else view.old_logprobs_T, view.sampler_logprobs_T, view.sequence_T, len(view),
-                level=level, mode=correction.mode, high=correction.cap,
-            )  # fmt: skip
-            metrics |= {f"policy/{name}": number for name, number in numbers.items()}
-        if self.config.algorithm.updates_per_batch > 1 and view.old_logprobs_T is None:
-            columns["old_logprobs_T"] = taken_T
-        return metrics, columns
+        old = self.config.algorithm.updates_per_batch > 1 and view.old_logprobs_T is None
+        return metrics, {"old_logprobs_T": taken_T} if old else {}
+
+    def _correction(self, view: Batch, taken_T: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+        """What the sampler's tokens are weighted by, and its metrics."""
+        correction = self.config.algorithm.correction or CorrectionConfig()
+        factor_T, numbers = sampler_correction(
+            taken_T if view.old_logprobs_T is None else view.old_logprobs_T, view.sampler_logprobs_T, view.sequence_T, len(view),
+            level=self.config.correction_level, mode=correction.mode, high=correction.cap,
+        )  # fmt: skip
+        return factor_T, {f"policy/{name}": number for name, number in numbers.items()}
 
     # Step.
 

@@ -176,9 +176,11 @@ use_vllm bool = False | h! | Colocated: groupwise's own engine samples in its pl
 vllm_mode str = 'colocate' | h | `colocate`; with `use_vllm`, `server` is refused.
 vllm_model_impl str = 'vllm'; vllm_enable_sleep_mode bool = False; vllm_server_base_url str? = None; vllm_server_host str = '0.0.0.0';
     vllm_server_port int = 8000; vllm_server_timeout float = 240.0; vllm_group_port int = 51216; vllm_gpu_memory_utilization float = 0.3;
-    vllm_max_model_length int? = None; vllm_tensor_parallel_size int = 1; vllm_importance_sampling_correction bool = True;
-    vllm_importance_sampling_mode str = 'sequence_mask'; vllm_importance_sampling_clip_max float? = 3.0; vllm_importance_sampling_clip_min
-    float? = None; vllm_importance_sampling_cap float? = None | - | Only matters with `use_vllm`.
+    vllm_max_model_length int? = None; vllm_tensor_parallel_size int = 1 | - | Only matters with `use_vllm`.
+vllm_importance_sampling_correction bool = True; vllm_importance_sampling_mode str: 'sequence_mask', 'sequence_truncate', 'token_mask',
+    'token_truncate' = 'sequence_mask'; vllm_importance_sampling_clip_max float? = 3.0; vllm_importance_sampling_clip_min float? = None;
+    vllm_importance_sampling_cap float? = None | h | Acts with `use_vllm` beside `top_p`, `top_k`, `min_p`, `repetition_penalty` or
+    `rollout_func`, without a `clip_min`; else what samples is what is trained, and the ratio is 1.
 vllm_structured_outputs_regex str? = None | - | With `use_vllm` it is refused: no engine here is held to a pattern.
 epsilon_high float?: 0 or more = None | h | Upper clip range; with `loss_type="cispo"` the largest weight, by default `epsilon` as in TRL.
 importance_sampling_level str: 'token', 'sequence', 'sequence_token' = 'token' | h | `sequence` is GSPO, and `sequence_token` the form of it

@@ -139,6 +139,11 @@ class GRPOConfig(_Fields):
     def eval_batch_size(self) -> int:
         return int(self.per_device_eval_batch_size)
 
+    @property
+    def restricts_sampling(self) -> bool:
+        """Whether completions are drawn from another distribution than the one that is trained."""
+        return self.repetition_penalty != 1 or bool(self.min_p) or self.top_p < 1 or self.top_k > 0
+
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """``warmup_steps``, or the share of the run that it is below 1; without it ``warmup_ratio``."""
         steps = self.warmup_steps or self.warmup_ratio

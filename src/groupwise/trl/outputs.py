@@ -82,17 +82,23 @@ def _refuse_uploads(handler: CallbackHandler) -> None:
             )
 
 
-def words_about(args: GRPOConfig, model: str | torch.nn.Module, quantization_config: object) -> Iterator[str]:
-    """What a script should know of how its arguments are taken."""
+def words_about(
+    args: GRPOConfig, model: str | torch.nn.Module, quantization_config: object, corrected: bool = False
+) -> Iterator[str]:
+    """What a script should know of how its arguments are taken. ``corrected``: whether sampled completions are weighted."""
     for row in ARGUMENTS.values():
         if row.warns and getattr(args, row.name) != row.default:
             yield f"{row.name}={getattr(args, row.name)!r}: {row.text}"
     if args.optim.startswith("paged"):
         yield f"optim={args.optim!r}: the optimiser's state is not paged; its numbers are the same"
-    if args.repetition_penalty != 1 or args.min_p or args.top_p < 1 or args.top_k > 0:
+    if args.restricts_sampling:
+        weighted = (
+            f"with use_vllm each one's loss is multiplied by the ratio of the two (vllm_importance_sampling_mode="
+            f"{args.vllm_importance_sampling_mode!r}), which is near 0 for long completions"
+        )
         yield (
             "repetition_penalty, min_p, top_p and top_k change what is sampled and not the log-probabilities that are trained, as in "
-            "TRL: the policy is taught by samples of another distribution than its own"
+            "TRL: " + (weighted if corrected else "the policy is taught by samples of another distribution than its own")
         )
     if args.loss_type == "cispo" and (args.epsilon if args.epsilon_high is None else args.epsilon_high) <= 1:
         yield (

@@ -54,7 +54,7 @@ from groupwise.trl.config import MORE_LOSSES, ArgumentError, GRPOConfig
 from groupwise.trl.episodes import ScriptEpisodes
 
 __all__ = [
-    "GivenOptimizer", "check_division", "check_launch", "make_parts", "make_policy", "make_scheduler",
+    "GivenOptimizer", "check_division", "check_launch", "correction", "make_parts", "make_policy", "make_scheduler",
     "model_config", "objective", "seed_everything", "to_config",
 ]  # fmt: skip
 
@@ -62,7 +62,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
+def to_config(args: GRPOConfig, model: ModelConfig, correction: Mapping[str, Any] | None = None) -> Config:
     """The config of the learner and the engine. Data, rewards and evaluation are the trainer's own, as in TRL; so is ``objective``."""
     kl = {"beta": args.beta, "skip_zero_variance": False}
     if args.sync_ref_model:
@@ -86,8 +86,34 @@ def to_config(args: GRPOConfig, model: ModelConfig) -> Config:
         "precision": "masters-8bit" if "8bit" in args.optim else "masters",
     }
     algorithm = {"updates_per_batch": args.num_iterations, "kl": kl if args.beta else None}
+    algorithm |= {"correction": correction} if correction else {}
     sections = {"rollout": rollout, "algorithm": algorithm, "optimizer": optimizer, "training": {"seed": args.seed}}
     return Config.model_validate({"model": model, **sections})
+
+
+def correction(args: GRPOConfig, own_rollout: bool = False) -> dict[str, Any] | None:
+    """What TRL corrects with vLLM, as ``algorithm.correction``, where what samples differs from what is trained: restricted, or by a
+    ``rollout_func`` (``own_rollout``). None elsewhere, where the factor is 1.
+
+    Raises ArgumentError for bounds that are not honoured.
+    """
+    acts = args.use_vllm and args.vllm_importance_sampling_correction and (args.restricts_sampling or own_rollout)
+    if not acts:
+        return None
+    cap = args.vllm_importance_sampling_clip_max if args.vllm_importance_sampling_cap is None else args.vllm_importance_sampling_cap
+    named = {"clip_max": cap, "clip_min": args.vllm_importance_sampling_clip_min, "mode": args.vllm_importance_sampling_mode}
+    for name, bad, remedy in (
+        ("clip_max", cap is None or cap < 1, "set it to 1 or more"),
+        ("clip_min", named["clip_min"] is not None, "leave it out"),
+        ("mode", args.loss_type == "vespo", "take another loss_type than 'vespo'"),
+    ):
+        if bad:
+            raise ArgumentError(
+                f"vllm_importance_sampling_{name}={named[name]!r} is not honoured by groupwise.trl where sampling is restricted or a "
+                f"rollout_func samples: {remedy}, or set vllm_importance_sampling_correction=False"
+            )
+    level, mode = args.vllm_importance_sampling_mode.split("_")
+    return {"level": level, "mode": mode, "cap": cap}
 
 
 def objective(args: GRPOConfig) -> Objective:

@@ -42,6 +42,7 @@ from groupwise.trl.parts import (
     GivenOptimizer,
     check_division,
     check_launch,
+    correction,
     make_parts,
     make_policy,
     make_scheduler,
@@ -126,7 +127,7 @@ class GRPOTrainer(Outputs):
             raise ArgumentError(
                 f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
             )
-        self._objective = objective(args)
+        self._objective, self._correction = objective(args), correction(args, bool(rollout_func))
         train_dataset = _placeholders(args, environment_factory) if train_dataset is None else train_dataset
         self.args = args
         if args.should_save:
@@ -135,7 +136,7 @@ class GRPOTrainer(Outputs):
             transformers_logging.set_verbosity(transformers_logging.log_levels[args.log_level])
         self.world = join_world(args.device.type == "cpu", args.ddp_timeout)
         self.world.try_gpus()
-        for word in words_about(args, model, quantization_config) if self.world.is_first else ():
+        for word in words_about(args, model, quantization_config, bool(self._correction)) if self.world.is_first else ():
             logger.warning(word)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._given = (model, processing_class, peft_config, quantization_config, optimizers)
@@ -235,7 +236,7 @@ class GRPOTrainer(Outputs):
         if checkpoint is not None and peft_config is not None:
             load_adapter(self.policy.model, checkpoint)
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
-        self.config = to_config(args, model_config)
+        self.config = to_config(args, model_config, self._correction)
         settings = rollout_settings(self.config.rollout)
         self._sampling = replace(settings, min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)
         self.episodes = open_script(*self._actors, self.processing_class, self.policy.end_token_ids, args)
