@@ -252,6 +252,10 @@ def test_folders_of_the_home_are_found(monkeypatch):
     assert (config.output_dir, config.logging_dir) == ("/home/me/runs/x", "/home/me/boards")
 
 
+def test_scripts_may_go_by_do_eval():
+    assert (GRPOConfig("out", eval_strategy="epoch").do_eval, GRPOConfig("out").do_eval) == (True, False)
+
+
 def test_fp16_that_is_set_later_takes_the_place_of_a_bf16_that_nobody_set():
     config = GRPOConfig("out")
     config.fp16 = True

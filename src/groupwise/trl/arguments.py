@@ -158,7 +158,7 @@ deepspeed dict? = None | x | Leave it out, and start the script by `accelerate l
 debug names? = '' | x | Leave it out: an update that is not finite is dropped and reported.
 skip_memory_metrics bool = True | x | Leave it at True.
 do_train bool = False | - | A flag for scripts; the trainer does not read it, transformers' neither.
-do_eval bool = False | - | A flag for scripts; `eval_strategy` decides.
+do_eval bool = False | - | A flag for scripts; `eval_strategy` decides, and sets it.
 do_predict bool = False | - | A flag for scripts; the trainer does not read it.
 resume_from_checkpoint str? = None | - | A flag for scripts: pass it to `train(resume_from_checkpoint=...)`.
 local_rank int = -1 | - | The launcher's environment says it.

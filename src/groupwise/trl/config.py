@@ -285,8 +285,8 @@ def _follow_old_names(args: GRPOConfig) -> None:
     own |= {name: value for name, value in (args.generation_kwargs or {}).items() if name in _OF_GENERATION}
     if args.metric_for_best_model and said.get("greater_is_better") is None:
         own["greater_is_better"] = not args.metric_for_best_model.endswith("loss")
-    if args.eval_strategy != "no" and not args.eval_steps:
-        own["eval_steps"] = args.logging_steps
+    if args.eval_strategy != "no":
+        own |= {"do_eval": True, "eval_steps": args.eval_steps or args.logging_steps}
 
 
 def _contradictions(args: GRPOConfig) -> Iterator[str]:
