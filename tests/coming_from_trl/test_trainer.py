@@ -255,6 +255,27 @@ def test_evaluation_in_a_run_and_by_itself(tiny_folder, prompts, letters, settin
     assert {"eval_a_reward", "eval_b_reward"} <= set(both)
 
 
+def test_weights_that_a_script_writes_before_training_are_trained(load_tiny, prompts, letters, settings):
+    """Masters were made with the trainer; where nothing was written they keep what 16 bits do not hold."""
+
+    class Write(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            torch.nn.init.constant_(model.lm_head.weight[0], 0.25)
+
+    trainer = GRPOTrainer(load_tiny().to(torch.bfloat16), letters, settings(max_steps=1), prompts, callbacks=[Write])
+    trainer.train()
+    kept = [master.clone() for master in trainer.learner.optimizer.masters]
+    trainer.learner.optimizer.take_up()
+    assert all(map(torch.equal, kept, trainer.learner.optimizer.masters))
+    tuned = {name: p * 0.5 for name, p in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(tuned)
+    trainer.args.learning_rate = 0.0
+    trainer.train()
+    assert (trainer.model.lm_head.weight[0] == 0.25).all()
+    del tuned["lm_head.weight"]
+    assert same(tuned, {name: p for name, p in weights(trainer).items() if name in tuned})
+
+
 @pytest.mark.parametrize(
     "kind", ["float32", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bfloat16", "adapter", "own optimiser"))]
 )

@@ -368,6 +368,16 @@ class MasterAdamW:
                 # From pinned masters this returns before it is done. They change again after a gradient has come, which comes after it.
                 round_dithered_(parameter, master)
 
+    @torch.no_grad()
+    def take_up(self) -> None:
+        """Weights that somebody else wrote since they were published last go into their masters. Not for rows of divided weights."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter is not master:
+                round_dithered_(published := torch.empty_like(parameter), master)
+                written = parameter != published
+                if written.any():
+                    master.copy_(torch.where(written, parameter.float(), master.to(parameter.device)))
+
     def clear(self) -> None:
         self._sums.clear()
         for master in self.masters:

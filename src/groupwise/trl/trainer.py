@@ -30,6 +30,7 @@ from groupwise.models.load import Policy, load_policy
 from groupwise.rollout import rollout_settings
 from groupwise.streams import tolerate_broken_pipe
 from groupwise.training.learner import BatchPass, Learner
+from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.sharding import loading_device
 from groupwise.training.sharding.divided import Divided
 from groupwise.trl import checkpoint as checkpoints
@@ -273,6 +274,8 @@ class GRPOTrainer(Outputs):
             return self._finished_before(checkpoint)
         started, done_before = time.time(), self.state.global_step
         self.control = self._event("on_train_begin")
+        if isinstance(self.learner.optimizer, MasterAdamW) and not self.learner.sharding.divides_weights:
+            self.learner.optimizer.take_up()
         if self.args.eval_on_start:
             self.evaluate()
         epoch, first = divmod(self.state.global_step, self.schedule.updates)
