@@ -518,6 +518,22 @@ def test_an_optimiser_and_schedule_of_the_script_s_own(load_tiny, prompts, lette
         GRPOTrainer(load_tiny(), letters, settings(), prompts, optimizers=(optimizer, None))
 
 
+def test_a_rate_that_a_callback_sets_acts_in_its_step(tiny_folder, prompts, letters, settings):
+    class Freeze(TrainerCallback):
+        def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+            if state.global_step == 1:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(weights(trainer))
+
+    seen = []
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=3), prompts, callbacks=[Freeze])
+    trainer.train()
+    assert [same(one, other) for one, other in itertools.pairwise(seen)] == [True, False]
+
+
 @pytest.mark.parametrize("own_schedule", [True, False])
 def test_an_optimiser_of_the_script_s_own_keeps_the_rates_of_its_groups(load_tiny, prompts, letters, settings, own_schedule):
     model = load_tiny()

@@ -326,8 +326,9 @@ class Learner:
 
     # Step.
 
-    def step(self, rate: float) -> dict[str, Metric]:
-        """One optimiser step, at the learning rate ``rate``, on the gradients that have added up in all processes."""
+    def step(self, rate: float | None) -> dict[str, Metric]:
+        """One optimiser step, at the learning rate ``rate`` (None: at the optimiser's own), on the gradients that have added up in all
+        processes."""
         started = time.perf_counter()
         self.sharding.sum_gradients(self.optimizer)
         if self.critic:
@@ -336,9 +337,10 @@ class Learner:
         norm, made = self.optimizer.step(rate)
         metrics: dict[str, Metric] = {
             "optimizer/grad_norm": Max(norm),
-            "optimizer/learning_rate": Max(rate),
             "optimizer/dropped_updates": Sum(not made),
         }
+        if rate is not None:
+            metrics["optimizer/learning_rate"] = Max(rate)
         if loss_scale != 1:
             metrics["optimizer/loss_scale"] = Max(loss_scale)
         if self.critic:

@@ -322,8 +322,8 @@ class MasterAdamW:
             master.grad = self._sums[master]
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> tuple[float, bool]:
-        """Clip to the global norm, update masters and weights, and clear gradients.
+    def step(self, learning_rate: float | None) -> tuple[float, bool]:
+        """Clip to the global norm, update masters and weights, and clear gradients. Without a rate each group has its own.
 
         Returns the norm before clipping, and whether the update was made: a gradient that is not finite is dropped.
         """
@@ -347,8 +347,8 @@ class MasterAdamW:
         """The Euclidean norm over all of them."""
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore[arg-type]
 
-    def _update(self, gradients: dict[Tensor, Tensor], learning_rate: float) -> None:
-        for group in self.adamw.param_groups:
+    def _update(self, gradients: dict[Tensor, Tensor], learning_rate: float | None) -> None:
+        for group in self.adamw.param_groups if learning_rate is not None else ():
             group["lr"] = learning_rate
         before = {master: _sample(master).clone() for master in gradients}
         if isinstance(self.adamw, StochasticAdamW):

@@ -229,7 +229,7 @@ class GivenOptimizer(MasterAdamW):
     def _make_adamw(self) -> torch.optim.Optimizer:
         return self._given
 
-    def _update(self, gradients: dict[Tensor, Tensor], learning_rate: float) -> None:
+    def _update(self, gradients: dict[Tensor, Tensor], learning_rate: float | None) -> None:
         self.adamw.step()
 
     def state(self) -> dict[str, Tensor]:

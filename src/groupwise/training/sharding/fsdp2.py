@@ -297,7 +297,7 @@ class ShardedAdamW(MasterAdamW):
             known = self._sums.get(master)
             self._sums[master] = gradient.float() if known is None else known.add_(gradient)
 
-    def step(self, learning_rate: float) -> tuple[float, bool]:
+    def step(self, learning_rate: float | None) -> tuple[float, bool]:
         outcome = super().step(learning_rate)
         parts = self.world.all_gather_object(None if self.lost is None else (self.lost.total, self.lost.count))
         known = [part for part in parts if part is not None]

@@ -208,9 +208,9 @@ class ZeroAdamW:
         """Torch's own inside, whose groups a schedule reads."""
         return self.zero.optimizer
 
-    def step(self, rate: float) -> tuple[float, bool]:
+    def step(self, rate: float | None) -> tuple[float, bool]:
         """Like ``MasterAdamW.step``; a collective call."""
-        for group in self.zero.param_groups:
+        for group in self.zero.param_groups if rate is not None else ():
             group["lr"] = rate
         with exchanging():
             self.engine.step()
