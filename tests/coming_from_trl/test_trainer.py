@@ -67,6 +67,18 @@ def test_a_run_logs_what_trl_logs_and_its_model_loads_anywhere(tiny_folder, chat
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
 
 
+@pytest.mark.parametrize("more", [{}, {"do_sample": False}])
+def test_a_saved_model_samples_as_the_one_it_came_from(tiny_folder, prompts, letters, settings, tmp_path, more):
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 17, "repetition_penalty": 1.05, **more}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 3, **sampling}))
+    trainer = GRPOTrainer(str(folder), letters, settings(max_steps=1), prompts)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert {3, trainer.processing_class.eos_token_id} <= set(saved["eos_token_id"])
+    assert (sampling.items() <= saved.items()) == (not more), "settings that contradict each other cannot be saved"
+
+
 def test_fast_paths_are_compared_before_a_script_s_model_learns(tiny_folder, prompts, letters, settings, caplog, monkeypatch):
     monkeypatch.setattr(fast_paths, "_known", {})
     found = [fast_paths.Choice("a path", False, False, "it failed", ())]

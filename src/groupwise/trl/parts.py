@@ -40,6 +40,7 @@ from groupwise.models.load import (
     check_model,
     context_length,
     end_token_ids,
+    generation_config,
     load_model_config,
     load_policy,
     load_tokenizer,
@@ -359,6 +360,7 @@ def make_policy(
             raise ModelArgumentError(
                 f"model {model!r} brings custom code, which trust_remote_code=True in GRPOConfig lets run: set it if you trust its source"
             ) from error
+        _put_back_sampling(policy, config)
     if tokenizer is not None:
         policy = _with_tokenizer(policy, tokenizer)
     _refuse_auxiliary_loss(policy.model, args)
@@ -409,6 +411,20 @@ def _load_quantised(config: ModelConfig, how: Any) -> Any:
         )  # fmt: skip
     except (ImportError, ValueError, OSError, RuntimeError) as error:
         raise ModelError(f"{config.name} cannot be loaded with this quantization_config: {error}") from error
+
+
+def _put_back_sampling(policy: Policy, config: ModelConfig) -> None:
+    """The settings with which the model's folder has it sampled, for whoever uses it after training; the engine never reads them."""
+    original, present = generation_config(config), getattr(policy.model, "generation_config", None)
+    if original is None or present is None:
+        return
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(original, name, getattr(present, name))
+    try:
+        original.validate(strict=True)
+    except ValueError:  # such settings could not be saved
+        return
+    policy.model.generation_config = original
 
 
 def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, adapted: bool) -> Policy:
