@@ -331,6 +331,22 @@ def test_cispo_counts_what_it_holds_down_as_trl_does():
     assert found.loss(inputs).clipped_T.tolist() == [True, False, False]
 
 
+def test_drift_is_measured_from_what_sampled():
+    """As in TRL with vLLM or a ``rollout_func``; elsewhere the policy itself sampled. Unknown log-probabilities are the policy's."""
+    import torch
+
+    from groupwise.algorithm import policy_loss
+
+    logprobs_T, sampler_T = torch.tensor([-3.0, -3.0]), torch.tensor([-1.0, math.nan])
+    for arguments, own_rollout, kept in (({}, False, 2), ({"use_vllm": True}, False, 1), ({}, True, 1)):
+        made = objective(GRPOConfig("out", off_policy_mask_threshold=0.5, **arguments), own_rollout)
+        loss, _ = policy_loss(
+            made, logprobs_T=logprobs_T, sequence_T=torch.arange(2), weights_T=torch.ones(2), advantages_N=-torch.ones(2),
+            sampler_logprobs_T=sampler_T,
+        )  # fmt: skip
+        assert loss == kept
+
+
 def test_gspo_token_has_gspo_s_gradient():
     """Where all tokens of a completion have one advantage the two forms are equal (arXiv 2507.18071, section 4.3)."""
     import torch

@@ -521,6 +521,7 @@ def test_a_rollout_of_the_script_s_own_is_learnt_from(folder, data, arguments, s
         (lambda out: out["completion_ids"].pop(), "7 completion_ids and 8 prompt_ids for 8 prompts"),
         (lambda out: out["env_mask"][3].pop(), "for prompt 3"),
         (lambda out: out["prompt_ids"][2].append(1), "different prompt_ids"),
+        (lambda out: out["logprobs"][5].__setitem__(0, None), "None as the logprob of a token for prompt 5: return numbers"),
     ]
     for breaks, words in broken:
 
@@ -531,6 +532,19 @@ def test_a_rollout_of_the_script_s_own_is_learnt_from(folder, data, arguments, s
 
         with pytest.raises(ConfigError, match=words):
             GRPOTrainer(str(folder), earned_and_more, GRPOConfig(**arguments), data, rollout_func=rollout).train()
+
+
+def test_a_rollout_s_logprobs_may_be_unknown_but_not_where_they_weigh(folder, data, arguments, scripted):
+    def rollout(prompts, trainer):
+        return scripted_rollout(prompts, trainer) | {"logprobs": None}
+
+    args = GRPOConfig(**arguments, off_policy_mask_threshold=0.1)
+    trainer = GRPOTrainer(str(folder), earned_and_more, args, data, rollout_func=rollout)
+    trainer.train()
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+    args = GRPOConfig(**arguments, use_vllm=True)
+    with pytest.raises(ConfigError, match="None as logprobs, but with use_vllm completions are weighted by them"):
+        GRPOTrainer(str(folder), earned_and_more, args, data, rollout_func=rollout).train()
 
 
 def test_logged_completions_hold_calls_of_any_arguments(folder, data, arguments, scripted, capsys):
@@ -669,7 +683,14 @@ def assert_same_run(trainer, other, folder, skipped):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("changes", [{}, {"loss_type": "grpo", "num_iterations": 2, "mask_truncated_completions": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": "grpo", "num_iterations": 2, "mask_truncated_completions": True},
+        {"off_policy_mask_threshold": 0.1},
+    ],
+)
 def test_a_rollout_of_the_script_s_own_teaches_what_it_teaches_in_trl(changes, folder, data, arguments, monkeypatch):
     trl = pytest.importorskip("trl", exc_type=ImportError)
     from transformers import AutoTokenizer

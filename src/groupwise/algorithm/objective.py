@@ -50,6 +50,9 @@ class Objective:
     kl: KL | None = field(default_factory=KL)
     off_policy_limit: float | None = None
     """See ``correction.off_policy_mask``; None: nothing is left out."""
+    off_policy_from_sampler: bool = False
+    """Whether that goes by the sampler's log-probabilities, where they are known (no NaN), in place of the policy's before the first
+    update."""
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> Objective:
@@ -226,9 +229,10 @@ def _surrogate(
     clipped_T = torch.zeros_like(inputs.logprobs_T, dtype=torch.bool) if outputs.clipped_T is None else outputs.clipped_T
     loss_T = outputs.loss_T
     if objective.off_policy_limit is not None:
-        kept_T = off_policy_mask(
-            inputs.logprobs_T, inputs.old_logprobs_T, inputs.advantages_T, *about, objective.off_policy_limit
-        )
+        sampler_T, old_T = inputs.sampler_logprobs_T, inputs.old_logprobs_T
+        if objective.off_policy_from_sampler and sampler_T is not None:
+            old_T = torch.where(sampler_T.isnan(), old_T, sampler_T.to(old_T.dtype))
+        kept_T = off_policy_mask(inputs.logprobs_T, old_T, inputs.advantages_T, *about, objective.off_policy_limit)
         loss_T = loss_T * kept_T.to(loss_T.dtype)
     if factor_T is not None:
         loss_T = loss_T * factor_T.detach().to(loss_T.dtype)

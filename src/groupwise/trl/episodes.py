@@ -243,10 +243,12 @@ def conversation(completion: Completion, form: CallFormat) -> list[dict[str, Any
 
 
 def roll_out(
-    function: Callable[[list[Any]], Mapping[str, Any]], prompts: Sequence[Prompt], group_size: int, policy: Policy, temperature: float
+    function: Callable[[list[Any]], Mapping[str, Any]], prompts: Sequence[Prompt], group_size: int, policy: Policy, temperature: float,
+    weighted: bool = False,
 ) -> tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, list[object]]]:  # fmt: skip
     """What a script's ``rollout_func`` sampled, each prompt ``group_size`` times: prompts with its token ids, completions, and further
-    columns for reward functions. Tokens whose ``env_mask`` is 0 were given.
+    columns for reward functions. Tokens whose ``env_mask`` is 0 were given. Log-probabilities may be None altogether, and are NaN then,
+    unless completions are ``weighted`` by them.
 
     Raises ArgumentError where it returns something else, or gives the members of a group different prompts.
     """
@@ -257,6 +259,11 @@ def roll_out(
     prompt_ids, completion_ids, logprobs, masks = (
         found.pop(n, None) for n in ("prompt_ids", "completion_ids", "logprobs", "env_mask")
     )
+    if logprobs is None and weighted:
+        raise ArgumentError(
+            "rollout_func returned None as logprobs, but with use_vllm completions are weighted by them: return them, or set "
+            "vllm_importance_sampling_correction=False"
+        )
     if not len(prompt_ids) == len(completion_ids) == len(asked):
         raise ArgumentError(
             f"rollout_func returned {len(completion_ids)} completion_ids and {len(prompt_ids)} prompt_ids for {len(asked)} prompts: return "
@@ -275,16 +282,20 @@ def roll_out(
         for sample, i in enumerate(members):
             tokens = tuple(map(int, completion_ids[i]))
             mask = [1] * len(tokens) if masks is None else list(map(int, masks[i]))
-            numbers = [0.0] * len(tokens) if logprobs is None else list(map(float, logprobs[i]))
+            numbers = [math.nan] * len(tokens) if logprobs is None else list(logprobs[i])
             if not tokens or not len(tokens) == len(mask) == len(numbers):
                 raise ArgumentError(
                     f"rollout_func returned {len(tokens)} completion_ids, {len(mask)} of env_mask and {len(numbers)} logprobs for prompt "
                     f"{i}: return as many of each, at least one"
                 )
+            if any(x is None for x, sampled in zip(numbers, mask, strict=True) if sampled):
+                raise ArgumentError(
+                    f"rollout_func returned None as the logprob of a token for prompt {i}: return numbers, or None in place of all lists"
+                )
             turns = () if masks is None else _turns(tokens, mask, policy.tokenizer)
             reason: FinishReason = "stop" if tokens[-1] in policy.end_token_ids else "length"
             text = policy.tokenizer.decode(list(tokens), skip_special_tokens=True)
-            numbers = [x * sampled for x, sampled in zip(numbers, mask, strict=True)]
+            numbers = [float(x) if sampled else 0.0 for x, sampled in zip(numbers, mask, strict=True)]
             group.append(Completion(text, tokens, tuple(numbers), reason, sample, temperature=temperature, turns=turns))
         groups.append(tuple(group))
     return own, groups, {name: value if isinstance(value, list) else [value] * len(asked) for name, value in found.items()}

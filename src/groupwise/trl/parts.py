@@ -117,8 +117,9 @@ def correction(args: GRPOConfig, own_rollout: bool = False) -> dict[str, Any] | 
     return {"level": level, "mode": mode, "cap": cap}
 
 
-def objective(args: GRPOConfig) -> Objective:
+def objective(args: GRPOConfig, own_rollout: bool = False) -> Objective:
     """What the arguments ask to be optimised. A loss of the user's is averaged over tokens, as ``dapo`` is; counts are in ``steps.py``.
+    ``own_rollout``: a ``rollout_func`` samples.
 
     Raises ArgumentError for a function that cannot be loaded, and for settings that it does not take.
 
@@ -158,7 +159,7 @@ def objective(args: GRPOConfig) -> Objective:
                 "or groupwise.train with algorithm.value"
             )
     kl = KL(args.beta, importance=ratio if args.use_bias_correction_kl else None) if args.beta else None
-    return Objective(advantage, loss, aggregation, kl, args.off_policy_mask_threshold)
+    return Objective(advantage, loss, aggregation, kl, args.off_policy_mask_threshold, args.use_vllm or own_rollout)
 
 
 def _found(

@@ -128,7 +128,7 @@ class GRPOTrainer(Outputs):
             raise ArgumentError(
                 f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
             )
-        self._objective, self._correction = objective(args), correction(args, bool(rollout_func))
+        self._objective, self._correction = objective(args, bool(rollout_func)), correction(args, bool(rollout_func))
         train_dataset = _placeholders(args, environment_factory) if train_dataset is None else train_dataset
         self.args = args
         if args.should_save:
@@ -422,8 +422,9 @@ class GRPOTrainer(Outputs):
         if self.episodes is not None:
             self.episodes.take_back()
         if self.rollout_func:
-            found = roll_out(lambda asked: self.rollout_func(asked, self), prompts, size, self.policy, args.temperature)
-            prompts, sampled, columns = found
+            prompts, sampled, columns = roll_out(
+                lambda asked: self.rollout_func(asked, self), prompts, size, self.policy, args.temperature, bool(self._correction)
+            )
             keywords |= columns
         else:
             sampled = self.engine.sample(number_occurrences(prompts), size, self._sampling, seed=args.seed, scope=scope)
