@@ -139,6 +139,7 @@ def test_closed_form_with_its_metrics():
             "loss_kl": 0.1 * leash,
             "ratio_deviation_max": 1 - r[1],
             "ratio": sum(r) / 3,
+            "entropy": -sum(x * lp for x, lp in zip(r, inputs()["logprobs_T"].tolist(), strict=True)) / 3,
             "clip_low": 0.0,
             "clip_high": 0.0,
             "clip_low_min": 0.0,

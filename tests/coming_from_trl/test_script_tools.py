@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from decimal import Decimal

@@ -1199,6 +1199,27 @@ def test_trainers_are_freed_and_a_model_can_be_trained_again(load_tiny, prompts,
     assert gone[3]() is gone[4]() is gone[-1]() is None
 
 
+def test_entropy_is_in_every_row(tiny_folder, prompts, letters, settings):
+    """Of second passes as of first ones, of steps without an advantage, of evaluations; about the mean entropy of the distributions."""
+    args = settings(num_iterations=2, max_steps=4, learning_rate=1e-6, eval_strategy="steps", eval_steps=1, entropy_coef=1e-9)
+    trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts, eval_dataset=prompts.select(range(2)))
+    exact = []
+    accumulate = trainer.learner.accumulate
+
+    def measured(passes):
+        exact.append(float(torch.cat([trainer.learner.entropies(one.window) for one in passes]).mean()))
+        return accumulate(passes)
+
+    trainer.learner.accumulate = measured
+    trainer.train()
+    logged = [row["entropy" if "entropy" in row else "eval_entropy"] for row in trainer.state.log_history if "train_loss" not in row]
+    assert len(logged) == len(exact) == 8
+    assert logged == pytest.approx(exact, rel=0.2)
+    trainer = GRPOTrainer(str(tiny_folder), lambda completions, **_: [1.0] * len(completions), settings(), prompts)
+    trainer.train()
+    assert [row["entropy"] for row in trainer.state.log_history[:2]] == pytest.approx([logged[0]] * 2, rel=0.2)
+
+
 def test_early_stopping_stops(tiny_folder, prompts, settings):
     from transformers import EarlyStoppingCallback
 

@@ -174,7 +174,8 @@ def policy_loss(
     tokens. ``completions`` is N, by default counted from the others. Half-precision logprobs are computed in fp32. The gradient flows
     into ``logprobs_T``, and into ``entropy_T`` where the loss reads it.
 
-    The metrics: ``loss`` and its two parts ``loss_policy`` and ``loss_kl``, ``ratio`` and ``ratio_deviation_max``, ``clip_low`` and
+    The metrics: ``loss`` and its two parts ``loss_policy`` and ``loss_kl``, ``ratio`` and ``ratio_deviation_max``, ``entropy`` (nats a
+    token, estimated from the sampled ones as the mean of -w log pi with their ratio w: also off-policy), ``clip_low`` and
     ``clip_high`` (shares of tokens clipped at ratios below 1 and from 1 on; ``clip_low_min`` and ``clip_high_max`` of completions), ``kl``
     (k3, nats a token) with a reference, ``kl_corrected`` where the KL is weighted, and the loss's own as ``loss/NAME``.
 
@@ -211,7 +212,7 @@ def policy_loss(
             kl_T = kl_T * _IMPORTANCE[kl.importance](logprobs_T, old_logprobs_T, sequence_T, completions)
             more["kl_corrected"] = Mean(float(kl_T.detach().sum()), len(kl_T))
         loss = policy + kl_weight * (weights_T * kl_T).sum()
-    metrics = _metrics(loss, policy, logprobs_T, reference_logprobs_T, ratio_T, clipped_T)
+    metrics = _metrics(loss, policy, inputs, ratio_T, clipped_T)
     return loss, metrics | more | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
 
 
@@ -269,18 +270,13 @@ def _clipped_by_completion(clipped_T: Tensor, ratio_T: Tensor, sequence_T: Tenso
 
 
 @torch.no_grad()
-def _metrics(
-    loss: Tensor,
-    policy: Tensor,
-    logprobs_T: Tensor,
-    reference_logprobs_T: Tensor | None,
-    ratio_T: Tensor,
-    clipped_T: Tensor,
-) -> dict[str, Metric]:
+def _metrics(loss: Tensor, policy: Tensor, inputs: LossInputs, ratio_T: Tensor, clipped_T: Tensor) -> dict[str, Metric]:
     """Everything is stacked and read back at once, so that a GPU is waited for once here."""
-    tokens = logprobs_T.numel()
+    logprobs_T, reference_logprobs_T, tokens = inputs.logprobs_T, inputs.reference_logprobs_T, inputs.logprobs_T.numel()
+    of_tokens_T = token_ratio(logprobs_T, inputs.old_logprobs_T, inputs.sequence_T, inputs.completions)
     sums = {
         "ratio": ratio_T.sum(),
+        "entropy": -(of_tokens_T * logprobs_T).sum(),
         "clip_low": (clipped_T & (ratio_T < 1)).sum(),
         "clip_high": (clipped_T & (ratio_T >= 1)).sum(),
     }

@@ -42,7 +42,7 @@ Columns = dict[str, Tensor]
 """Numbers of each token of a micro-batch, by the names of the batch's columns."""
 _NAMES = {
     "loss": "policy/loss", "ratio": "policy/ratio", "ratio_deviation_max": "policy/ratio_deviation", "kl": "policy/kl",
-    **{name: f"detail/{name}" for name in ("clip_low", "clip_high", "clip_low_min", "clip_high_max", "kl_corrected")},
+    **{name: f"detail/{name}" for name in ("clip_low", "clip_high", "clip_low_min", "clip_high_max", "kl_corrected", "entropy")},
 }  # fmt: skip
 """What is kept of ``policy_loss``'s metrics, beside those of the loss function itself, and its name in the records."""
 

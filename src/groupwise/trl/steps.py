@@ -173,8 +173,9 @@ class Part:
     """Which of the micro-steps' units each of them belongs to, on the CPU."""
     units: int
     units_per_micro_step: int
-    skipped_tokens: int
-    """Tokens that count of completions without an advantage, which are not computed; of all processes."""
+    skipped: Mean
+    """Of all processes' tokens that count of completions without an advantage, which are not computed: -log of the probability with which
+    they were drawn."""
 
 
 class EntropyControl:
@@ -255,19 +256,22 @@ class EntropyControl:
         self.coef, self.last_entropy = float(values["entropy_coef"]), float(values["last_world_entropy"])
 
 
-def micro_step_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_type: str) -> dict[str, float]:
+def micro_step_numbers(found: Mapping[str, Metric], skipped: Mean, loss_type: str) -> dict[str, float]:
     """Entropy, KL and clipping of one optimiser step's micro-steps, as means over its tokens.
 
-    ``skipped_tokens`` are those of completions without an advantage, which were not computed: none of them is clipped.
+    ``skipped`` are those of completions without an advantage, which were not computed: none of them is clipped.
     """
     out = {name: metric.value for name, metric in found.items() if name.startswith("loss/")}  # of a loss of the user's
-    for ours, theirs in (("policy/entropy", "entropy"), ("policy/kl", "kl"), ("detail/kl_corrected", "kl")):
+    measured = found.get("detail/entropy", Mean(0.0, 0))
+    assert isinstance(measured, Mean)
+    out["entropy"] = (measured.total + skipped.total) / max(1, measured.count + skipped.count)
+    for ours, theirs in (("policy/kl", "kl"), ("detail/kl_corrected", "kl")):
         if ours in found:
             out[theirs] = found[ours].value
     if loss_type in ("sapo", "vespo"):
         return out  # they clip nothing
     low, high = (found.get(f"detail/clip_{side}", Mean(0.0, 0)) for side in ("low", "high"))
-    tokens = max(1, low.count + skipped_tokens)  # type: ignore[union-attr]
+    tokens = max(1, low.count + skipped.count)  # type: ignore[union-attr]
     shares = [m.total / tokens for m in (low, high)]  # type: ignore[union-attr]
     if loss_type == "cispo":
         return out | {"cispo_clip_ratio": sum(shares)}  # a bound below 1 holds down ratios below 1 too
@@ -275,7 +279,7 @@ def micro_step_numbers(found: Mapping[str, Metric], skipped_tokens: int, loss_ty
         "clip_ratio/low_mean": shares[0],
         "clip_ratio/high_mean": shares[1],
         "clip_ratio/region_mean": sum(shares),
-        "clip_ratio/low_min": 0.0 if skipped_tokens else found.get("detail/clip_low_min", Max(0.0)).value,
+        "clip_ratio/low_min": 0.0 if skipped.count else found.get("detail/clip_low_min", Max(0.0)).value,
         "clip_ratio/high_max": found.get("detail/clip_high_max", Max(0.0)).value,
     }
 

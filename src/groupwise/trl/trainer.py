@@ -24,7 +24,7 @@ from groupwise.batch import Member
 from groupwise.config.schema import ModelConfig
 from groupwise.distributed import join_world
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.metrics import Metric
+from groupwise.metrics import Mean, Metric
 from groupwise.models.adapters import load_adapter
 from groupwise.models.load import Policy, load_policy
 from groupwise.rollout import rollout_settings
@@ -370,7 +370,7 @@ class GRPOTrainer(Outputs):
         if math.isfinite(loss) and not stepped["optimizer/dropped_updates"].value:
             self._loss += loss
         self.entropy.step(found)
-        skipped = sum(part.skipped_tokens for part, _ in parts)
+        skipped = sum((part.skipped for part, _ in parts), Mean(0.0, 0))
         numbers = micro_step_numbers(found, skipped, self.args.loss_type) | self.entropy.numbers(found, micro_steps)
         for name, number in numbers.items():
             self._numbers[name].append(number)
@@ -488,7 +488,9 @@ class GRPOTrainer(Outputs):
             off_policy=off_policy,
         )  # fmt: skip
         unit_N = torch.tensor([unit_of[member] for member in window.batch.members], dtype=torch.long)
-        return Part(window, unit_N, len(parts), units, sum(lengths[i] for unit in parts for i in unit if not taught[i]))
+        left_out = [sampled[i] for unit in parts for i in unit if lengths[i] and not taught[i]]
+        skipped = Mean.of(-x for c in left_out for x, drawn in zip(c.logprobs, c.sampled, strict=True) if drawn)
+        return Part(window, unit_N, len(parts), units, skipped)
 
     def _fill_gradients(self, passes_were_made: bool) -> None:
         """Give every weight a gradient: a step in which nothing had an advantage is made all the same, as in TRL."""
@@ -579,7 +581,7 @@ class GRPOTrainer(Outputs):
         part = self._part(generation, split(len(generation.sampled), 1, 0, 0, self.world.size), 1, False)
         found = self._accumulate([(part, True)], 1.0)
         of_entropy = self.entropy.numbers(found, 1, evaluating=True)
-        for name, number in (micro_step_numbers(found, part.skipped_tokens, self.args.loss_type) | of_entropy).items():
+        for name, number in (micro_step_numbers(found, part.skipped, self.args.loss_type) | of_entropy).items():
             numbers[name].append(number)
         return whole_loss(found)
 
