@@ -777,6 +777,17 @@ def test_an_epoch_ends_at_a_whole_number(tiny_folder, prompts, letters, settings
     assert epochs == pytest.approx([5 / 12, 10 / 12, 1.0, 1 + 5 / 12])
 
 
+def test_epochs_that_a_callback_ends_are_not_made_up_for(tiny_folder, prompts, letters, settings):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step % 2 == 0
+
+    args = settings(max_steps=-1, num_train_epochs=2)
+    trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts, callbacks=[Stop])
+    trainer.train()
+    assert [row["epoch"] for row in trainer.state.log_history] == pytest.approx([1 / 6, 2 / 6, 1 + 1 / 6, 1 + 2 / 6, 1 + 2 / 6])
+
+
 @pytest.mark.slow
 def test_a_real_tokenizer(qwen_tokenizer, chats, letters, settings):
     import copy
