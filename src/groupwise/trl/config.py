@@ -282,7 +282,7 @@ def _follow_old_names(args: GRPOConfig) -> None:
 
         trackers = get_available_reporting_integrations()
     own["report_to"] = [name for name in trackers if name != "none"]
-    own |= {name: value for name, value in (args.generation_kwargs or {}).items() if name in _OF_GENERATION}
+    own |= {name: value for name, value in (args.generation_kwargs or {}).items() if name in _OF_GENERATION and name != "temperature"}
     if args.metric_for_best_model and said.get("greater_is_better") is None:
         own["greater_is_better"] = not args.metric_for_best_model.endswith("loss")
     if args.eval_strategy != "no":
@@ -297,6 +297,11 @@ def _contradictions(args: GRPOConfig) -> Iterator[str]:
             yield f"{name}_steps is {steps} with {name}_strategy='steps', but it must be above 0: raise it or set {name}_strategy='no'"
         elif getattr(args, f"{name}_strategy") == "steps" and steps > 1 and steps % 1:
             yield f"{name}_steps is {steps}, but above 1 it counts steps: give a whole number, or a share of the run below 1"
+    if (hotter := (args.generation_kwargs or {}).get("temperature", args.temperature)) != args.temperature:
+        yield (
+            f"generation_kwargs has temperature={hotter}, at which TRL samples but does not score, and temperature is {args.temperature}: "
+            "set temperature alone"
+        )
     if args.fp16 and args.bf16:
         yield "fp16 and bf16 are both True, but a model computes in one of the two: leave out either"
     if args.use_vllm and args.vllm_mode == "server":
