@@ -279,7 +279,8 @@ class GRPOTrainer(Outputs):
         if self.args.eval_on_start:
             self.evaluate()
         epoch, first = divmod(self.state.global_step, self.schedule.updates)
-        while self.state.global_step < updates and epoch < self.state.num_train_epochs and not self.control.should_training_stop:
+        epochs = math.inf if self.train_prompts.is_stream else self.state.num_train_epochs
+        while self.state.global_step < updates and epoch < epochs and not self.control.should_training_stop:
             self._epoch(epoch, first)
             epoch, first = epoch + 1, 0
         metrics = self._summary(started, self.state.global_step - done_before)
