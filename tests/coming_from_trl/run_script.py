@@ -66,6 +66,9 @@ def run_case(name, model, folder, arguments, resume=None, adapter=False, evaluat
         more = {"processing_class": tokenizer, "environment_factory": Kept}
         data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     args = GRPOConfig(output_dir=str(out), **arguments)
+    with args.main_process_first(desc="the data"):
+        assert RANK == 0 or (out / "prepared").exists()
+        (out / "prepared").touch()
     trainer = GRPOTrainer(model, rewards_of(calls, failing), args, data, eval_dataset=data.select(range(5)), **more)
     trainer.train(resume_from_checkpoint=resume)
     found = {"log": trainer.state.log_history, "first": trainer.is_world_process_zero(), "eval": evaluate and trainer.evaluate()}

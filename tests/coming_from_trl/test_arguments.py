@@ -1,6 +1,8 @@
 """No argument is passed over in silence: honoured, harmless, or refused with a sentence that says what to do."""
 
+import copy
 import dataclasses
+import logging
 import math
 import subprocess
 import sys
@@ -251,6 +253,17 @@ def test_folders_of_the_home_are_found(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     config = GRPOConfig("~/runs/x", logging_dir="~/boards")
     assert (config.output_dir, config.logging_dir) == ("/home/me/runs/x", "/home/me/boards")
+
+
+def test_what_scripts_ask_of_transformers_arguments():
+    config = GRPOConfig("out", log_level="error")
+    assert config.get_process_log_level() == logging.ERROR
+    with config.main_process_first(desc="nothing to wait for"):
+        pass
+    assert copy.deepcopy(config) == config
+    assert not hasattr(config, "n_gpus")
+    with pytest.raises(AttributeError, match=r"GRPOConfig has no 'set_dataloader': dir\(args\) lists"):
+        config.set_dataloader()
 
 
 def test_scripts_may_go_by_do_eval():

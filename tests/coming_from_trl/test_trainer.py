@@ -949,6 +949,9 @@ def test_what_reference_scripts_read_of_the_trainer(tiny_folder, prompts, letter
         [1.0],
     )
     assert trainer.beta == 0.1
+    assert (trainer.epsilon_high, trainer.num_generations_eval, trainer.chat_template_kwargs) == (0.2, 4, {})
+    assert trainer.max_tool_calling_iterations == sys.maxsize
+    assert trainer.model_wrapped is trainer.model
     reference = dict(trainer.ref_model.named_parameters())
     assert same(weights(trainer), {name: p.detach() for name, p in reference.items()})
     loader = trainer.get_train_dataloader()

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from groupwise.config.section import REGISTERED
-from groupwise.distributed.open import world_size
+from groupwise.distributed.open import join_world, world_size
 from groupwise.errors import ConfigError
 from groupwise.trl.arguments import ARGUMENTS, REMOVED, RULES, Argument
 
@@ -143,6 +143,21 @@ class GRPOConfig(_Fields):
     def restricts_sampling(self) -> bool:
         """Whether completions are drawn from another distribution than the one that is trained."""
         return self.repetition_penalty != 1 or bool(self.min_p) or self.top_p < 1 or self.top_k > 0
+
+    get_process_log_level, main_process_first = TrainingArguments.get_process_log_level, TrainingArguments.main_process_first
+
+    @property
+    def distributed_state(self) -> Any:
+        """Accelerate's, by which ``main_process_first`` waits: of the processes that the trainer will have."""
+        from accelerate import PartialState
+        from torch.distributed import is_initialized
+
+        if self.world_size > 1 and not is_initialized():
+            join_world(self.device.type == "cpu", self.ddp_timeout)
+        return PartialState(cpu=self.device.type == "cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"groupwise.trl's GRPOConfig has no {name!r}: dir(args) lists what it has")
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """``warmup_steps``, or the share of the run that it is below 1; without it ``warmup_ratio``."""

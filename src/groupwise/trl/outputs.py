@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -114,6 +115,15 @@ def words_about(
         yield "loss_type='luspo' is meant for importance_sampling_level='sequence'"
     if not isinstance(model, str) and (args.model_init_kwargs or quantization_config is not None):
         yield "model_init_kwargs and quantization_config are for a model that is given by its name: this one is loaded already"
+
+
+_WITHOUT: Mapping[str, Callable[[GRPOConfig], Any]] = {
+    "chat_template_kwargs": lambda args: {},
+    "epsilon_high": lambda args: args.epsilon,
+    "max_tool_calling_iterations": lambda args: sys.maxsize,
+    "num_generations_eval": lambda args: args.num_generations,
+}
+"""What an attribute of TRL's trainer is where its argument is not given."""
 
 
 class CompletionLog:
@@ -310,6 +320,11 @@ class Outputs:
         return Accelerator(cpu=self.policy.device.type == "cpu")
 
     @property
+    def model_wrapped(self) -> torch.nn.Module:
+        """The model itself: nothing is wrapped around it."""
+        return self.policy.model
+
+    @property
     def ref_model(self) -> torch.nn.Module | None:
         """The reference, where it is a model of its own: with ``beta`` and without an adapter."""
         reference = self.learner.reference
@@ -368,7 +383,8 @@ class Outputs:
 
     def __getattr__(self, name: str) -> Any:
         if name in ARGUMENTS:  # TRL's trainer has most of its arguments as attributes too
-            return getattr(self.args, name)
+            given = getattr(self.args, name)
+            return given if given is not None or name not in _WITHOUT else _WITHOUT[name](self.args)
         raise AttributeError(f"groupwise.trl's GRPOTrainer has no {name!r}: dir(trainer) lists what it has")
 
     def __setattr__(self, name: str, value: object) -> None:
