@@ -1172,6 +1172,24 @@ def test_float16_learns_with_a_scaled_loss(tiny_folder, load_tiny, prompts, lett
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
 
 
+@pytest.mark.parametrize("fp16", [True, False])
+def test_an_update_that_overflowed_takes_no_place_in_the_schedule_of_fp16(tiny_folder, prompts, letters, settings, fp16):
+    class Overflow(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                next(g for g in trainer.learner.optimizer.gradients() if g is not None).fill_(math.inf)
+
+    args = settings(fp16=fp16, bf16=None if fp16 else False, max_steps=4)
+    trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts, callbacks=[Overflow])
+    trainer.train()
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+    assert [rate * 4000 for rate in rates] == pytest.approx([4, 3, 3, 2] if fp16 else [4, 3, 2, 1])
+    trainer.args.max_steps = 5
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if row.get("step") == 5 and "loss" in row]
+    assert row["learning_rate"] == pytest.approx(1e-3 * (2 if fp16 else 1) / 5)
+
+
 def test_eight_bit_moments_and_a_base_in_four_bits(tiny_folder, prompts, letters, settings):
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")

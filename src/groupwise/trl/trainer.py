@@ -247,7 +247,6 @@ class GRPOTrainer(Outputs):
         )
         own = None if given is None else GivenOptimizer(given, self.model.parameters(), self.config.optimizer)
         self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=self._objective)
-        self._own_optimizer = given is not None
         sharding.check()
 
     # Training.
@@ -311,12 +310,13 @@ class GRPOTrainer(Outputs):
         if checkpoint is None and self.state.global_step >= updates:
             self.state, self._generation = self._new_state(), None
         if self._given[-1][1] is None:  # made again, since how many steps there are may have changed
-            for group in self.optimizer.param_groups if not self._own_optimizer else ():
+            done = self.lr_scheduler.last_epoch if self.state.global_step and self.lr_scheduler is not None else 0
+            for group in () if isinstance(self.learner.optimizer, GivenOptimizer) else self.optimizer.param_groups:
                 group["lr"] = self.args.learning_rate
                 group.pop("initial_lr", None)
             self._lr_scheduler = self.callback_handler.lr_scheduler = make_scheduler(self.args, self.optimizer, updates)
             with warnings.catch_warnings(action="ignore"):  # torch expects the optimiser's step before its schedule's
-                for _ in range(self.state.global_step):
+                for _ in range(done):
                     self.lr_scheduler.step()
         self.learner.parts = {"entropy": self.entropy, "schedule": checkpoints.ScheduleState(self.lr_scheduler)}
         if checkpoint is not None:
@@ -360,7 +360,9 @@ class GRPOTrainer(Outputs):
         if self.state.global_step == 0 and self.args.save_strategy != "no":
             self._check_optimizer()
         self.control = self._event("on_optimizer_step")
-        self.lr_scheduler.step()
+        dropped = bool(stepped["optimizer/dropped_updates"].value)
+        if not (dropped and self.args.fp16):  # as transformers goes on, where the loss scale was too large
+            self.lr_scheduler.step()
         self.engine.refresh(self.learner.updates)
         if self.learner.dropped_in_a_row >= _MOST_DROPPED:
             raise TrainingError(
@@ -368,7 +370,7 @@ class GRPOTrainer(Outputs):
                 "at the rewards"
             )
         loss = whole_loss(found)
-        if math.isfinite(loss) and not stepped["optimizer/dropped_updates"].value:
+        if math.isfinite(loss) and not dropped:
             self._loss += loss
         self.entropy.step(found)
         skipped = sum((part.skipped for part, _ in parts), Mean(0.0, 0))
