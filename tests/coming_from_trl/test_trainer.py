@@ -103,6 +103,25 @@ def test_a_float32_model_that_bf16_does_not_reach_is_told(
     assert trainer.model.dtype == ((torch.bfloat16 if bf16 else torch.float32) if named else dtype)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_dtype_auto_without_bf16_is_that_of_the_file(load_tiny, tiny_folder, prompts, letters, settings, monkeypatch, tmp_path, stored):
+    monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda: True)
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "stored"))
+    load_tiny().to(stored).save_pretrained(folder)
+    args = settings(model_init_kwargs={"dtype": "auto"})
+    assert GRPOTrainer(str(folder), letters, args, prompts).model.dtype == stored
+
+
+def test_rates_count_rows_as_transformers_does(tiny_folder, prompts, letters, settings, monkeypatch):
+    counted = []
+    monkeypatch.setattr("groupwise.trl.trainer.speed_metrics", lambda *given: counted.append((given[0], *given[2:])) or {})
+    for changes in ({"max_steps": -1, "num_train_epochs": 2}, {}):
+        trainer = GRPOTrainer(str(tiny_folder), letters, settings(**changes), prompts)
+        trainer.train()
+    trainer.evaluate(prompts)
+    assert counted == [("train", 24, 12), ("train", 16, 2), ("eval", 12, 2)]
+
+
 def test_rewards_get_what_trl_gives_them(tiny_folder, chats, settings):
     calls = []
 

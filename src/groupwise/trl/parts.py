@@ -212,6 +212,14 @@ def model_config(args: GRPOConfig, name: str) -> ModelConfig:
     )
 
 
+def _as_stored(config: ModelConfig, args: GRPOConfig) -> ModelConfig:
+    """``dtype="auto"`` without ``bf16`` is that of the model's file, not the one that is best on this device."""
+    if config.dtype != "auto" or args.bf16:
+        return config
+    stored = getattr(load_model_config(config), "dtype", None)
+    return config.model_copy(update={"dtype": "bfloat16" if stored in (torch.bfloat16, "bfloat16") else "float32"})
+
+
 class GivenOptimizer(MasterAdamW):
     """A script's own optimiser, over the model's own parameters. Gradients are clipped as elsewhere; its schedule sets its rates."""
 
@@ -349,11 +357,12 @@ def make_policy(
     elif how is not None:
         if quantization_config is not None and within is not None:
             raise ArgumentError("quantization_config is in model_init_kwargs too: set it in one place")
-        config = model_config(args, model)
+        config = _as_stored(model_config(args, model), args)
         policy = _adopt(_load_quantised(config, how), args, config, tokenizer, peft_config is not None)
     else:
         config = model_config(args, model)
         try:
+            config = _as_stored(config, args)
             policy = load(config)
         except ModelError as error:
             if "Python code of its own" not in str(error):

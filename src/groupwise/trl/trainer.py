@@ -545,9 +545,12 @@ class GRPOTrainer(Outputs):
 
     def _summary(self, started: float, steps: int) -> dict[str, Any]:
         self._total_loss += self._loss
-        completions = steps * self.args.per_device_train_batch_size * self.world.size * self.args.gradient_accumulation_steps
+        args = self.args
+        samples = steps * args.per_device_train_batch_size * self.world.size * args.gradient_accumulation_steps
+        if args.max_steps <= 0:  # as transformers counts then: rows
+            samples = len(self.train_prompts) * args.num_train_epochs * steps / self.state.max_steps
         losses = {"total_flos": self.state.total_flos, "train_loss": self._total_loss / max(1, steps)}
-        return {**speed_metrics("train", started, completions, steps), **losses}
+        return {**speed_metrics("train", started, samples, steps), **losses}
 
     @for_all
     def evaluate(
@@ -574,7 +577,9 @@ class GRPOTrainer(Outputs):
             generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", numbers)
             numbers["loss"].append(self._loss_of(generation, numbers))
         metrics = drain(numbers, f"{metric_key_prefix}_")
-        metrics |= speed_metrics(metric_key_prefix, started, len(prompts) * size, math.ceil(len(prompts) / per_batch))
+        rows = len(prompts)  # which transformers counts, though each is answered several times
+        batches = math.ceil(rows / (self.args.per_device_eval_batch_size * self.world.size))
+        metrics |= speed_metrics(metric_key_prefix, started, rows, batches)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
