@@ -306,7 +306,8 @@ def test_numbers_are_what_their_kind_says():
         {"use_vllm": True}, {"use_liger_kernel": True}, {"cast_lm_head_to_fp32": True}, {"min_p": 0.1, "repetition_penalty": 1.1},
         {"loss_type": "cispo"}, {"loss_type": "sapo"}, {"loss_type": "vespo"}, {"off_policy_mask_threshold": 0.5},
         {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}}, {"learning_rate": "1e-6"},
-        {"generation_kwargs": {"do_sample": True, "top_k": 5, "temperature": 0.7}, "temperature": 0.7}, {"metric_for_best_model": "reward"}, {"warmup_ratio": 0.1},
+        {"generation_kwargs": {"do_sample": True, "top_k": 5, "temperature": 0.7}, "temperature": 0.7},
+        {"metric_for_best_model": "reward"}, {"warmup_ratio": 0.1},
     ],
 )  # fmt: skip
 def test_what_trl_runs_is_translated(arguments):

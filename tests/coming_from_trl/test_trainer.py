@@ -104,7 +104,9 @@ def test_a_float32_model_that_bf16_does_not_reach_is_told(
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_dtype_auto_without_bf16_is_that_of_the_file(load_tiny, tiny_folder, prompts, letters, settings, monkeypatch, tmp_path, stored):
+def test_dtype_auto_without_bf16_is_that_of_the_file(
+    load_tiny, tiny_folder, prompts, letters, settings, monkeypatch, tmp_path, stored
+):
     monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda: True)
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "stored"))
     load_tiny().to(stored).save_pretrained(folder)
@@ -1263,7 +1265,9 @@ def test_entropy_is_in_every_row(tiny_folder, prompts, letters, settings):
 
     trainer.learner.accumulate = measured
     trainer.train()
-    logged = [row["entropy" if "entropy" in row else "eval_entropy"] for row in trainer.state.log_history if "train_loss" not in row]
+    logged = [
+        row["entropy" if "entropy" in row else "eval_entropy"] for row in trainer.state.log_history if "train_loss" not in row
+    ]
     assert len(logged) == len(exact) == 8
     assert logged == pytest.approx(exact, rel=0.2)
     trainer = GRPOTrainer(str(tiny_folder), lambda completions, **_: [1.0] * len(completions), settings(), prompts)

@@ -269,7 +269,8 @@ class Learner:
         view = micro_batch.view
         scored = self._pass(micro_batch, entropy=self.entropy_bonus is not None or self.objective.needs_entropy)
         metrics, columns = self._in_first_pass(view, scored.logprobs_T.detach()) if first else ({}, {})
-        if self.config.correction_level != "none" and (first or view.correction_T is None):  # micro-steps may be cut otherwise later
+        # In a later pass where a caller has cut its windows otherwise than in the first.
+        if self.config.correction_level != "none" and (first or view.correction_T is None):
             view.correction_T, of_correction = self._correction(view, scored.logprobs_T.detach())
             columns, metrics = columns | {"correction_T": view.correction_T}, metrics | of_correction
         loss, numbers = policy_loss(

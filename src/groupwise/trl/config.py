@@ -297,7 +297,7 @@ def _follow_old_names(args: GRPOConfig) -> None:
 
         trackers = get_available_reporting_integrations()
     own["report_to"] = [name for name in trackers if name != "none"]
-    own |= {name: value for name, value in (args.generation_kwargs or {}).items() if name in _OF_GENERATION and name != "temperature"}
+    own |= {k: v for k, v in (args.generation_kwargs or {}).items() if k in _OF_GENERATION and k != "temperature"}
     if args.metric_for_best_model and said.get("greater_is_better") is None:
         own["greater_is_better"] = not args.metric_for_best_model.endswith("loss")
     if args.eval_strategy != "no":

@@ -101,7 +101,8 @@ def correction(args: GRPOConfig, own_rollout: bool = False) -> dict[str, Any] | 
     acts = args.use_vllm and args.vllm_importance_sampling_correction and (args.restricts_sampling or own_rollout)
     if not acts:
         return None
-    cap = args.vllm_importance_sampling_clip_max if args.vllm_importance_sampling_cap is None else args.vllm_importance_sampling_cap
+    former, cap = args.vllm_importance_sampling_cap, args.vllm_importance_sampling_clip_max
+    cap = cap if former is None else former
     named = {"clip_max": cap, "clip_min": args.vllm_importance_sampling_clip_min, "mode": args.vllm_importance_sampling_mode}
     for name, bad, remedy in (
         ("clip_max", cap is None or cap < 1, "set it to 1 or more"),

@@ -355,7 +355,8 @@ class GRPOTrainer(Outputs):
         self.control = self._event("on_pre_optimizer_step")
         rate = float(self.lr_scheduler.get_last_lr()[0])
         self._fill_gradients("policy/loss" in found)
-        in_groups = getattr(self.lr_scheduler, "optimizer", None) is self.optimizer  # where the schedule and callbacks left the rates
+        # Where the schedule is of this optimiser, it and callbacks have left the rates in its groups.
+        in_groups = getattr(self.lr_scheduler, "optimizer", None) is self.optimizer
         stepped = self.learner.step(None if in_groups else rate)
         if self.state.global_step == 0 and self.args.save_strategy != "no":
             self._check_optimizer()
