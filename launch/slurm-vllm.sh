@@ -28,17 +28,22 @@ trainers=$(IFS=,; echo "${nodes[*]:1}")
 # nobody else can read it. On the network it is not encrypted.
 export GROUPWISE_VLLM_SECRET=${GROUPWISE_VLLM_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 
-# Step 0: the server, with all GPUs and CPUs of its node. It listens at the address that the node's name stands for; where that is not the one
-# of the cluster's network, set VLLM_HOST. VLLM_TENSOR_PARALLEL GPUs sample; vLLM wants a number that divides the model's attention heads, and
-# Qwen2.5-7B has 28.
+# Step 0: the server, with all GPUs and CPUs of its node. It listens at the address that the node's name stands for, and is asked there; where
+# that is not the one of the cluster's network, set VLLM_HOST (0.0.0.0: all of them, asked by the node's name). VLLM_TENSOR_PARALLEL GPUs
+# sample; vLLM wants a number that divides the model's attention heads, and Qwen2.5-7B has 28.
+host=${VLLM_HOST:-$sampler}
+address=$([ "$host" = 0.0.0.0 ] && echo "$sampler" || echo "$host")
+url=http://$address:$port
 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$sampler" --gpu-bind=none \
     --cpus-per-task=$((SLURM_CPUS_PER_TASK * SLURM_NTASKS_PER_NODE)) \
     "${VLLM_PYTHON:?name the interpreter of the environment of vLLM}" -m groupwise.engines.vllm "$model" \
-    --host "${VLLM_HOST:-$sampler}" --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-4}" &
+    --host "$host" --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-4}" &
 server=$!
 trap 'kill "$server" 2>/dev/null' EXIT
-until curl --silent --fail --output /dev/null --header @<(printf 'Authorization: Bearer %s' "$GROUPWISE_VLLM_SECRET") "http://$sampler:$port/groupwise"; do
+tries=0
+until curl --silent --fail --max-time 5 --output /dev/null --header @<(printf 'Authorization: Bearer %s' "$GROUPWISE_VLLM_SECRET") "$url/groupwise"; do
     kill -0 "$server" 2>/dev/null || { echo "the server did not come up: see its lines above" >&2; exit 1; }
+    ((++tries < 1800)) || { echo "nobody samples at $url, asked for an hour or more: set VLLM_HOST to an address of $sampler that all nodes reach" >&2; exit 1; }
     sleep 2
 done
 
@@ -53,7 +58,7 @@ srun --nodes="$count" --ntasks=$((count * SLURM_NTASKS_PER_NODE)) --ntasks-per-n
     --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpu-bind=none --kill-on-bad-exit=0 --wait=120 \
     bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
              exec python -m groupwise train "$@"' process \
-    "$@" rollout.engine=vllm "rollout.vllm.url=http://$sampler:$port" --run-folder "$run_folder" --resume &
+    "$@" rollout.engine=vllm "rollout.vllm.url=$url" --run-folder "$run_folder" --resume &
 launched=$!
 trap 'scancel --signal=TERM "$SLURM_JOB_ID.1"' TERM
 wait "$launched"

@@ -99,8 +99,40 @@ def test_a_node_samples_by_vllm_until_the_others_have_saved_their_step(folder, e
     assert trainers["options"]["cpus-per-task"] == "1"
 
 
-def test_the_server_listens_at_its_node_alone():
-    assert '--host "${VLLM_HOST:-$sampler}"' in (LAUNCH / "slurm-vllm.sh").read_text(encoding="utf-8")
+def commands_that(folder, **bodies):
+    """Shell commands of these bodies, in a folder for PATH; ``$NOTES`` is where they leave what they were told."""
+    (folder / "bin").mkdir()
+    for name, body in bodies.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "NOTES": str(folder / "notes")}
+
+
+VLLM_JOB = {"SLURM_JOB_NAME": "first", "SLURM_JOB_ID": "41", "SLURM_NTASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "1", "VLLM_PYTHON": "p"}
+SCONTROL = "printf 'a\\nb\\n'"
+SRUN = 'echo "$@" >> $NOTES; case "$*" in *groupwise.engines.vllm*) exec /bin/sleep 60;; esac'
+
+
+@pytest.mark.parametrize(
+    ("given", "listens", "asked"), [({}, "a", "a"), ({"VLLM_HOST": "10.0.0.7"}, "10.0.0.7", "10.0.0.7"), ({"VLLM_HOST": "0.0.0.0"}, "0.0.0.0", "a")]
+)  # fmt: skip
+def test_the_server_is_asked_where_it_listens(tmp_path, given, listens, asked):
+    """By itself at its node's address alone; by the script and by the trainers."""
+    curl = 'grep -qs -- --host $NOTES && echo "$@" >> $NOTES'
+    commands = commands_that(tmp_path, scontrol=SCONTROL, srun=SRUN, curl=curl, sleep="exec /bin/sleep 0.1")
+    command = ["bash", LAUNCH / "slurm-vllm.sh", "model", "recipe"]
+    subprocess.run(command, env=VLLM_JOB | commands | given, check=True, timeout=60)
+    notes = (tmp_path / "notes").read_text()
+    assert re.findall(r"--host (\S+)", notes) == [listens]
+    assert sorted(re.findall(r"http://\S+", notes)) == [f"http://{asked}:8300", f"http://{asked}:8300/groupwise"]
+
+
+def test_a_server_that_nobody_reaches_ends_the_job(tmp_path):
+    commands = commands_that(tmp_path, scontrol=SCONTROL, srun=SRUN, curl="exit 7", sleep="exit 0")
+    command = ["bash", LAUNCH / "slurm-vllm.sh", "model", "recipe"]
+    ended = subprocess.run(command, env=VLLM_JOB | commands, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert ended.returncode == 1
+    assert "nobody samples at http://a:8300" in ended.stderr
 
 
 def test_a_job_that_is_put_back_into_the_queue_keeps_its_log():
