@@ -35,8 +35,9 @@ def test_a_checkpoint_beside_the_run_takes_what_sampling_takes():
 
 def test_divided_weights_are_brought_together_for_a_checkpoint():
     made = setup("output.checkpoint_every=5", "training.sharding=fsdp2", processes=2)
-    (whole,) = (i.bytes for p in phases(made) if p.name == "checkpoint" for i in p.items if i.name == "whole weights and state")
-    assert whole == (2 + 12) * made.shape.parameters
+    whole = {p.name: i.bytes for p in phases(made) for i in p.items if i.name == "whole weights and state"}
+    assert whole["checkpoint"] == (2 + 12) * made.shape.parameters
+    assert whole.keys() == {"checkpoint", "learning", "optimiser step"}, "the next batch is learnt from while it is written"
 
 
 @pytest.mark.parametrize("sharding", ["zero2", "zero3", "fsdp2"])

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -95,9 +96,9 @@ def test_a_copy_shares_nothing_with_the_model_and_ties_what_is_tied(tiny_qwen2):
     assert copied.lm_head.weight is copied.model.embed_tokens.weight
 
 
-def snapshot(size_bytes=1):
+def snapshot(size_bytes=1, copy=SimpleNamespace(is_copy=True)):  # noqa: B008
     return SimpleNamespace(
-        name="step-1", policy=SimpleNamespace(tokenizer=None), copied_bytes=lambda: size_bytes, copied=lambda tokenizer: "a copy"
+        name="step-1", policy=SimpleNamespace(tokenizer=None), copied_bytes=lambda: size_bytes, copied=lambda tokenizer: copy
     )
 
 
@@ -115,6 +116,43 @@ def test_a_failure_in_the_background_is_told_and_ends_nothing(tmp_path, monkeypa
         writer.write(snapshot())
 
 
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_learning_waits_for_what_is_written_from_its_own_weights_alone(tmp_path, monkeypatch, is_copy):
+    go_on = threading.Event()
+    monkeypatch.setattr(checkpoints, "write_snapshot", lambda *words, **more: go_on.wait(60))
+    writer = CheckpointWriter(tmp_path, 2, False, in_background=True)
+    writer.begin(snapshot(copy=SimpleNamespace(is_copy=is_copy)))
+    learning = threading.Thread(target=writer.finish, kwargs={"copies": False})
+    learning.start()
+    learning.join(60 if is_copy else 0.2)
+    assert learning.is_alive() == (not is_copy)
+    assert writer.is_writing
+    go_on.set()
+    learning.join()
+    writer.finish()
+    assert not writer.is_writing
+
+
+def test_a_copy_is_written_before_the_next_is_made(small_config, letters, quiet, tmp_path, monkeypatch):
+    """Of divided weights: both at once would take twice the memory."""
+    run = start(small_config(output={"checkpoint_every": 1}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    run.begin_learning()
+    run.sharding.divides_weights = True
+    take, writing = checkpoints.take_snapshot, []
+
+    def noting(*words, **more):
+        writing.append(run.writer.is_writing)
+        return take(*words, **more)
+
+    monkeypatch.setattr("groupwise.training.run.take_snapshot", noting)
+    monkeypatch.setattr(checkpoints, "_write", lambda aside, snapshot, write=checkpoints._write: (time.sleep(0.2), write(aside, snapshot)))
+    for step in range(2):
+        run.checkpoint_if_due(step)
+    assert run.writer.is_writing
+    assert writing == [False, False]
+    run.close()
+
+
 def test_without_memory_for_a_copy_the_run_waits_for_the_disk(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(checkpoints, "write_snapshot", lambda folder, snapshot, keep, keep_best: written.append(snapshot))
@@ -127,7 +165,7 @@ def test_without_memory_for_a_copy_the_run_waits_for_the_disk(tmp_path, monkeypa
     assert "2.5 GiB of memory, and 2.0 are free" in told
     writer.begin(snapshot(size_bytes=2**30))
     writer.finish()
-    assert written[2] == "a copy"
+    assert written[2].is_copy
 
 
 def test_a_run_tells_of_a_checkpoint_that_was_not_written(small_config, letters, tmp_path, monkeypatch, capsys):

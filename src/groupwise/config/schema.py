@@ -408,7 +408,7 @@ class TrainingConfig(Section):
     """What several processes divide. `fsdp2` (PyTorch) and `zero3` (DeepSpeed): weights, reference and optimiser state.
     `zero2`: the last alone. `auto` follows `accelerate launch`, else `none`."""
     process_timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds that a process waits for the others: more than the longest sampling of a step."""
+    """Seconds that a process waits for the others: more than the longest sampling of a step, and than writing a checkpoint."""
     offload_reference: bool = False
     """Keep the reference in the machine's memory and bring it to the GPU for its pass."""
     threads: int | None = Field(default=None, ge=1)
@@ -451,7 +451,7 @@ class OutputConfig(Section):
     checkpoint_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes only the final model."""
     checkpoint_in_background: bool = True
-    """Sample the next batch while a thread writes."""
+    """Sample the next batch while a thread writes; on GPUs, and of divided weights, learn from it too."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept."""
     adapter_only: bool = False

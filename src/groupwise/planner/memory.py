@@ -170,8 +170,8 @@ third). On a GPU where its blocks may grow 5% were measured, on one H200. Beside
 
 def phases(setup: Setup) -> list[Phase]:
     """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the
-    next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the
-    output head's is given beside it where it is another one."""
+    next batch is sampled, and a copy while it is learnt from) and the final model, in the steady state (the moments exist). ``learning`` is
+    the fullest moment of a pass; the output head's is given beside it where it is another one."""
     passing = {"sampling": sampling(setup)}
     data = setup.config.data
     if data.holdout or not data.holds_out or is_prepared(data.source):
@@ -179,16 +179,18 @@ def phases(setup: Setup) -> list[Phase]:
     if setup.parked and setup.has_reference:
         passing["reference"] = _reference_pass(setup)
     beside = _beside(setup, passing["sampling"]) if setup.ahead else []
-    moments = [[*items, *beside] for items in _learning(setup)]
+    output = setup.config.output
+    copied = _checkpoint(setup) if output.checkpoint_every and output.checkpoint_in_background else []
+    moments = [[*items, *beside, *copied] for items in _learning(setup)]
     fullest = max(moments, key=lambda items: sum(item.bytes for item in items))
     if fullest is not moments[0]:
         passing["output head"] = moments[0]
     passing |= {
         "learning": fullest,
-        "optimiser step": [*_all_gradients(setup), *exchange_buffers(setup), *flat_gradient(setup), *beside],
+        "optimiser step": [*_all_gradients(setup), *exchange_buffers(setup), *flat_gradient(setup), *beside, *copied],
     }
-    if setup.config.output.checkpoint_every:
-        written = [*_checkpoint(setup), *(passing["sampling"] if setup.config.output.checkpoint_in_background else ())]
+    if output.checkpoint_every:
+        written = [*_checkpoint(setup), *(passing["sampling"] if output.checkpoint_in_background else ())]
         passing["checkpoint"] = [*written, *beside]
     passing["final model"] = _final_model(setup)
     during = [

@@ -284,7 +284,7 @@ class Run:
         outer, every = kl.reference_updates, kl.reference_every
         new_iteration = step * outer // steps != (step - 1) * outer // steps
         if self.learner and step > 0 and (new_iteration or (every and step % every == 0)):
-            self.writer.finish()
+            self.writer.finish(copies=False)
             self.learner.renew_reference(step)
 
     def collect(self, step: int, bar: Phase) -> Rollout:
@@ -331,7 +331,7 @@ class Run:
             self.ahead.learnt(self.done)
         if not rollout.groups:
             return []
-        self.writer.finish()  # it writes from the weights that are about to change
+        self.writer.finish(copies=False)  # it may write from the weights that are about to change
         if self.ahead is None:  # else it samples meanwhile
             self.engine.release_memory()
         longest = max(len(c.token_ids) for group in rollout.groups for c in group.completions)
@@ -418,6 +418,7 @@ class Run:
     def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
         """Take a snapshot, a collective call; the first process's is whole."""
         assert self.learner is not None
+        self.writer.finish()  # two copies at once would take twice the memory
         self.sharding.check()
         if self.ahead is not None:
             self.ahead.finish_for_checkpoint()
