@@ -183,7 +183,7 @@ def _exchange(
 ) -> Rollout:
     """The whole step, from what each process sampled; each scores its own, unless the rewards look beyond single groups."""
     started = time.perf_counter()
-    if rewards.sees_batches or rewards.has_state:
+    if rewards.by_one:
         everything = sorted((pair for part in world.all_gather_object(pairs) for pair in part), key=lambda pair: pair[0])
         scored = world.on_rank0(lambda: (_score(prompts, everything, rewards, refill), rewards.state_dict()))
         if not world.is_first:  # whose own statistics also know what this step is divided by

@@ -94,6 +94,26 @@ def test_the_first_process_decides_whether_a_run_is_new(seen_by, small_config, i
     assert checked == ([] if 0 in seen_by else [0])
 
 
+@pytest.mark.parametrize(("entry", "loading"), [({}, [0, 1]), ({"scope": "batch"}, [0]), ({"normalise": "mean_std"}, [0])])
+def test_rewards_are_loaded_where_they_score(entry, loading, small_config, in_threads, letters, tmp_path, monkeypatch):
+    """A reward model's weights take memory of a GPU."""
+    loaded = []
+
+    def load(suite):
+        loaded.append(int(threading.current_thread().name.split()[1]))
+        return []
+
+    def stop(*_):
+        raise CheckpointError("far enough")
+
+    monkeypatch.setattr("groupwise.rewards.suite.RewardSuite.load", load)
+    monkeypatch.setattr(start_module, "_load_parts", stop)
+    config = small_config(rewards={"functions": [{"function": "letters", **entry}]})
+    with pytest.raises(CheckpointError, match="far enough"):
+        in_threads(2, lambda world: start_module.start(config, world, rewards=letters, run_folder=tmp_path / "run"))
+    assert sorted(loaded) == loading
+
+
 @pytest.mark.soak
 def test_two_real_processes_do(small_config, tmp_path):
     config = small_config(output={"checkpoint_every": 2}, evaluation={"at_start": True})

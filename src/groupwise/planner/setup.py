@@ -20,7 +20,8 @@ __all__ = ["MicroBatchSize", "Setup", "judge_bytes", "unknown_judges"]
 
 
 def judge_bytes(config: Config, device: str) -> int:
-    """Weights of the reward models on the policy's device, a ``cuda`` or ``cpu``. Those that `unknown_judges` names are left out.
+    """Weights of the reward models on the policy's device, a ``cuda`` or ``cpu``; of several processes, in the first. Those that
+    `unknown_judges` names are left out.
 
     A classifier has the language model's layers and embedding, and a score head of one row per label in place of the output head.
     """

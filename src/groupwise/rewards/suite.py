@@ -134,6 +134,11 @@ class RewardSuite:
         """Whether some function compares the completions of all problems of a step."""
         return any(reward.scope == "batch" for reward in self.rewards)
 
+    @property
+    def by_one(self) -> bool:
+        """Whether the first process of several scores for all, since more is looked at than single groups."""
+        return self.sees_batches or self.has_state
+
     def describe(self) -> list[RewardDescription]:
         """What a dry run shows: one row for each function."""
         return [

@@ -235,7 +235,7 @@ def start(
         if world.is_first:
             trackers = make_trackers(config, folder, console, beginning.done)
         _say(trackers, said, prepared.notes)
-        for sentence in prepared.rewards.load():
+        for sentence in prepared.rewards.load() if world.is_first or not prepared.rewards.by_one else ():
             trackers.say(sentence, "dim")
         _refuse_unseen(beginning.model, world)
         with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
