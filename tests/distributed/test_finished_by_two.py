@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from groupwise.errors import CheckpointError
+from groupwise.training import checkpoint_folder
 from groupwise.training import start as start_module
 from groupwise.training.checkpoint_folder import seal
 from groupwise.training.loop import train
@@ -29,6 +30,21 @@ def test_two_leave_a_finished_run_as_it_is(train_in, small_config):
     assert (steps, again.folder) == ([], first.folder)
     assert again.summary == json.loads((first.folder / "summary.json").read_text())
     assert content(first.folder) == before
+
+
+def test_a_checkpoint_is_checked_once_and_by_the_first_process(train_in, small_config, monkeypatch):
+    """Its files are read whole for that, by all processes from one disk."""
+    train_in(2, "run", small_config(output={"checkpoint_every": 2}))
+    checked, damage = [], checkpoint_folder.damage
+
+    def noting(checkpoint, **more):
+        checked.append((threading.current_thread().name, checkpoint.name))
+        return damage(checkpoint, **more)
+
+    monkeypatch.setattr(checkpoint_folder, "damage", noting)
+    steps, _ = train_in(2, "run", small_config(training={"steps": 3}, output={"checkpoint_every": 2}), resume=True)
+    assert [step.step for step in steps] == [3]
+    assert checked == [("process 0 of 2", "step-2")]
 
 
 def disks_of(monkeypatch, folder, *seen):

@@ -270,7 +270,7 @@ def test_a_damaged_checkpoint_is_told_in_one_sentence(small_config, letters, qui
     saved = save(tmp_path / "kept", 1, run, keep=1)
     harm(saved)
     with pytest.raises(CheckpointError, match=r"step-1 cannot be read .*use an earlier one"):
-        load_checkpoint(saved, run.learner)
+        load_checkpoint(find_checkpoint(saved), run.learner)
 
 
 def test_a_checkpoint_that_is_not_there_is_told_before_any_weights_are_loaded(

@@ -35,7 +35,6 @@ from groupwise.training.checkpoint_folder import (
     remove_old,
     seal,
     unreadable,
-    verify_checkpoint,
 )
 from groupwise.training.learner import Learner
 
@@ -168,14 +167,14 @@ def load_checkpoint(checkpoint: Path, learner: Learner) -> int:
     """Restore masters, moments, reference, parts and counters, exactly, into a learner whose policy was loaded from the
     checkpoint's ``MODEL`` folder. Returns the number of steps that are done.
 
-    Raises CheckpointError when files are missing, damaged, or belong to another model.
+    Its files were found sound when it was chosen, by the first process alone (``checkpoint_folder``): they are not read once more for that.
+    Raises CheckpointError when they are missing, or belong to another model.
     """
-    verify_checkpoint(checkpoint)
     return restore_state(checkpoint, learner, read_state(checkpoint))
 
 
 def restore_state(checkpoint: Path, learner: Learner, state: Mapping[str, Any]) -> int:
-    """The same of a checkpoint that was verified, whose ``state.json`` was read."""
+    """The same of a checkpoint whose ``state.json`` was read."""
     try:
         learner.optimizer.load_state(learner.sharding.read_state(checkpoint / _OPTIMIZER))
         if learner.moving_reference is not None:
