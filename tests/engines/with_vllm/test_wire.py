@@ -22,6 +22,7 @@ from groupwise.engines.vllm.pushing import why_no_wire
 from groupwise.engines.vllm.transfer import read
 from groupwise.engines.vllm.wire import Wire, opened
 from tests.engines.with_vllm.test_transfer import same
+from tests.engines.with_vllm.test_which_weights import start_anew
 from tests.engines.with_vllm.test_worker import FULL, Fused, Worker
 
 CPU = torch.device("cpu")
@@ -170,6 +171,26 @@ def test_after_a_broken_wire_the_push_begins_again_with_another(serve, engine_ov
     engine.refresh(1)
     assert failed
     assert same(model, server.backend)
+    assert not as_between_gpus
+
+
+@pytest.mark.parametrize("found", ["while sampling", "at the next push"])
+def test_a_server_that_starts_anew_gets_a_wire_of_its_own(
+    found, serve, engine_over, tiny_llama, make_prompts, shifted, as_between_gpus
+):
+    """Its workers are other processes: a broadcast to the group with the old ones would wait for those."""
+    model, server = tiny_llama(), serve(tiny_llama())
+    engine = engine_over(server, model)
+    before = engine._way.wire
+    start_anew(server)
+    wire._last.clear()
+    if found == "while sampling":
+        engine.sample(make_prompts([4]), 2, SAMPLED, seed=1, scope="s")
+    else:
+        shifted(model)
+        engine.refresh(1)
+    assert same(model, server.backend)
+    assert engine._way.wire is not before
     assert not as_between_gpus
 
 

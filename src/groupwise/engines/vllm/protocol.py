@@ -3,7 +3,7 @@
 Every message carries ``Authorization: Bearer SECRET``: whoever has the secret may replace the weights and sample, and nobody else gets
 an answer. It is in GROUPWISE_VLLM_SECRET on both sides, or in a file of the user's own that the first server makes (`find_secret`).
 
-    GET  /groupwise            who answers: protocol, versions, the model's shape, the version of its weights, who uses it
+    GET  /groupwise            who answers: protocol, versions, which start, the model's shape, the version of its weights, who uses it
     POST /groupwise/hold       {owner, who}: the server is this run's, as long as the connection stays open; refused where it is another's
     POST /groupwise/begin      {id}: an update begins
     POST /groupwise/bucket     ?id=&index=&sha256=&file=: some tensors, as safetensors; or a file of a folder that both see

@@ -123,6 +123,8 @@ class Way:
     in_place: bool = True
     """Whether they are read in place, or broadcast, if they can be; not any more once that has failed."""
     wire: Wire | None = None
+    start: str | None = None
+    """Which start of the server it leads to, as that says: the workers of another are not in the wire's group."""
     adapters: bool = True
     """Whether an adapter is sent alone to a server that takes some."""
     told: bool = False
@@ -161,6 +163,9 @@ def push(
         alone = None
         try:
             found = check_server(link, model.config, policy.name)  # it may have been restarted, with something else
+            if found.get("start") != way.start:
+                way.close()
+                way.start = found.get("start")
             take_hold()
             alone = adapter_alone(model, found) if way.adapters else None
             if alone is None:

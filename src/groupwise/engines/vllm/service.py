@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -115,6 +116,8 @@ class Service:
         self.backend, self.where, self.tell = backend, where, tell
         self.shared = None if shared is None else shared.expanduser().resolve()
         self._spool = spool or (_MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir()))
+        self._start = secrets.token_hex(8)
+        """Tells this server from one before it at the same address."""
         self.weights: str | None = None
         self.version, self.digest = 0, ""
         self.base: str | None = None
@@ -129,7 +132,8 @@ class Service:
         with self._lock:
             lease, held = self._lease, (self.version, self.digest)
         return {
-            "protocol": PROTOCOL, "groupwise": __version__, "version": held[0], "digest": held[1], "base": self.base,
+            "protocol": PROTOCOL, "groupwise": __version__, "start": self._start,
+            "version": held[0], "digest": held[1], "base": self.base,
             "used_by": f"{lease.who} since {lease.since}" if lease else None,
             "shared": str(self.shared) if self.shared else None, **self.backend.about(),
         }  # fmt: skip
