@@ -69,6 +69,16 @@ def test_sampling_ahead_takes_the_weights_that_the_schedule_names(server, small_
     assert server.service.hello()["version"] == 6
 
 
+def test_sampling_ahead_pushes_each_version_once(server, small_config, letters, quiet, tmp_path):
+    """Whatever else is sampled: evaluations of two modes after every step here."""
+    sections = {"rollout": {"engine": "vllm", "ahead": 1, "vllm": {"url": server.url}}, "data": {"holdout": 2}}
+    judged = {"evaluation": {"every": 1, "modes": ["greedy", "sampled"]}}
+    config = small_config(**sections, **judged, training={"steps": 3})
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert server.service.hello()["version"] == 3
+    assert server.service.backend.loads == 1 + 4, "for the engine, and versions 0 to 3"
+
+
 @pytest.mark.slow
 def test_a_server_that_starts_anew_while_it_samples_ahead_ends_the_run(server, small_config, letters, quiet, tmp_path):
     """... and with a checkpoint it is resumed, with the numbers that it would have had."""

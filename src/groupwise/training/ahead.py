@@ -73,13 +73,19 @@ class SamplerSlot:
     engine: Engine
     copy: PolicyCopy | WholeCopy | None
     """None where the engine has weights of its own anyway."""
+    version: int | None = None
+    """Of the policy's weights that it took last."""
 
     def take_weights(self, version: int, sharding: Sharding) -> None:
-        """Sample with the policy's weights as they are now. A collective call."""
+        """Sample with the policy's weights as they are now, of this ``version``. A collective call, which does nothing where it has them:
+        to vLLM they would be pushed again."""
+        if version == self.version:
+            return
         if self.copy is not None:
             with sharding.whole():
                 self.copy.follow()
         self.engine.refresh(version)
+        self.version = version
 
 
 class Ahead:
@@ -285,8 +291,9 @@ class _WaitingEngine(Engine):
 
     def _free(self) -> Engine:
         self.ahead.wait_for_all()
-        self.ahead.engine.refresh(self.ahead.learner.updates)
-        return self.ahead.engine
+        (slot,) = self.ahead._slots
+        slot.take_weights(self.ahead.learner.updates, self.ahead.learner.sharding)
+        return slot.engine
 
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``."""
