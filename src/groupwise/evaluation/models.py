@@ -90,7 +90,7 @@ def evaluate_model(
         logger.warning("%s: %s", model, said)
     hf_config = load_model_config(model_config)
     room = context_length(hf_config, tokenizer)
-    room = min(room, check_vllm(config.rollout, hf_config, model) or room)
+    room = min(room, check_vllm(config.rollout, hf_config, model, config.model.device) or room)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(model_config)), open_agents)
     prompts = held_out_prompts(problems, tokenizer, config, system, room, episodes)
     world = world or World()

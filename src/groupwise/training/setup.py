@@ -153,7 +153,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)), open_agents)
     check_sharding(config, hf_config, processes)
     context = context_length(hf_config, tokenizer)
-    context = min(context, check_vllm(config.rollout, hf_config, config.model.name) or context)
+    context = min(context, check_vllm(config.rollout, hf_config, config.model.name, config.model.device) or context)
     check_critic(config, tokenizer, context)
 
     def render_one(problem: Problem) -> Prompt:

@@ -341,6 +341,15 @@ def test_versions_that_fit_or_are_newer_pass(monkeypatch):
     assert protocol.check_versions() == "vllm is 0.33.0; what was tried is 0.32.0."
 
 
+def test_vllm_in_this_process_is_on_the_first_gpu(monkeypatch, tiny_llama):
+    monkeypatch.setattr("groupwise.engines.vllm.engine.check_versions", lambda: None)
+    rollout, config = RolloutConfig(engine="vllm"), tiny_llama().config
+    for device in ("auto", "cuda", "cuda:0", "cpu"):
+        check_vllm(rollout, config, "a/b", device)
+    with pytest.raises(ConfigError, match=r"model.device is cuda:1, .* CUDA_VISIBLE_DEVICES=1"):
+        check_vllm(rollout, config, "a/b", "cuda:1")
+
+
 def test_vllm_in_this_process_is_for_one_process(monkeypatch, tiny_llama):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="is for one process, but several were started"):

@@ -346,9 +346,9 @@ class VllmEngine(Engine):
         return apart
 
 
-def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None:
+def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str, device: str = "auto") -> int | None:
     """Most tokens of prompt and completion together that vLLM takes; None where another engine samples, or vLLM in this process takes the
-    model's context.
+    model's context. ``device``: the policy's.
 
     Raises ConfigError where no server answers, or one of other versions, with another model, or that works for another run, or where vLLM
     in this process would not do.
@@ -360,6 +360,11 @@ def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str) -> int | None
             raise ConfigError(
                 "rollout.engine is vllm in the trainer's own process, which is for one process, but several were started: start a server "
                 "(python -m groupwise.engines.vllm MODEL) and let rollout.vllm.url name it"
+            )
+        if (index := device.partition(":")[2]) not in ("", "0"):
+            raise ConfigError(
+                f"model.device is {device}, but vLLM in the trainer's own process computes on the first GPU that it sees: set "
+                f"CUDA_VISIBLE_DEVICES={index} in the environment and model.device=cuda, or let rollout.vllm.url name a server"
             )
         check_versions()
         return rollout.vllm.max_model_tokens
@@ -404,7 +409,7 @@ def open_vllm_engine(
     Raises ConfigError, ModelError or TrainingError where that cannot be.
     """
     check_pushable(policy.model, policy.name)
-    check_vllm(rollout, policy.model.config, policy.name)
+    check_vllm(rollout, policy.model.config, policy.name, str(policy.model.device))
     settings = rollout.vllm
     link = _client(settings) if settings.url is not None else _own(policy, rollout)
     return VllmEngine(
