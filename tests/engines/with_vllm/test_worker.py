@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from groupwise.engines.vllm.backend import GroupwiseWorker, VllmBackend, _Load, _Sleep
+from groupwise.engines.base import SamplingSettings
+from groupwise.engines.vllm.backend import GroupwiseWorker, VllmBackend, _Adapters, _Call, _Load, _Sleep
+from groupwise.engines.vllm.protocol import Job
 from groupwise.engines.vllm.transfer import handles_to
 
 FULL = {"compared": 2, "repacked": 0, "sharded": 0}
@@ -173,6 +175,32 @@ def test_what_vllm_does_not_do_is_told_to_whoever_asked(made):
     item.run(Recorder(**failing))
     with pytest.raises(ValueError, match="AssertionError: no room"):
         item.result.result()
+
+
+@pytest.mark.parametrize("when", ["before it is begun", "under way"])
+def test_new_weights_do_not_wait_for_what_a_client_gave_up(when, monkeypatch):
+    """The service lets them come once nobody waits for the completions; the engine's thread may not know of that yet."""
+    monkeypatch.setattr("groupwise.engines.vllm.backend._parameters", lambda call, job: None)
+    call, load = _Call(SamplingSettings(max_tokens=8), [Job((3, 4), 1, 8)], (2,), False), _Load([], "run:1")
+    backend = VllmBackend.__new__(VllmBackend)
+    backend._inbox, backend.broken, backend._failed, backend._steps = queue.SimpleQueue(), threading.Event(), None, 0
+    backend._adapter, backend.engine = _Adapters(), Recorder(step=[])
+    backend._inbox.put(None)
+
+    def arrivals():
+        if when == "under way":
+            yield [call]
+        call.given_up = True
+        yield [load] if when == "under way" else [call, load]
+        yield [None]
+
+    script = arrivals()
+    backend._arrivals = lambda wait: next(script)
+    backend._loop()
+    assert backend._failed is None
+    assert load.result.result(1) == FULL
+    aborted = [asked[1] for asked in backend.engine.asked if asked[0] == "abort_request"]
+    assert aborted == ([["groupwise-0"]] if when == "under way" else [])
 
 
 def test_vllm_ends_once_nobody_steps_it():

@@ -280,6 +280,7 @@ class VllmBackend:
                     if item is None:
                         return
                     if isinstance(item, _Load | _Sleep):
+                        self._abort_given_up(calls)  # which nobody waits for any more
                         assert not calls, "weights may change, or go, only while nothing is being sampled"
                         item.run(self.engine)
                     else:
@@ -315,6 +316,8 @@ class VllmBackend:
     def _add(self, call: _Call, numbers: Iterator[int]) -> dict[str, tuple[_Call, int]]:
         """Hand a call's jobs to the engine; which request is whose. What the engine refuses ends the call alone."""
         added: dict[str, tuple[_Call, int]] = {}
+        if call.given_up:
+            return added
         try:
             for place, job in enumerate(call.jobs):
                 name = f"groupwise-{next(numbers)}"
