@@ -1,16 +1,19 @@
 """Who says how weights are divided, what is refused, and where the rows are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig, MistralConfig
 
+from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding, sharding_of_launcher
 from groupwise.errors import ConfigError
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
 from groupwise.training.sharding import check_sharding
-from groupwise.training.sharding.divided import read_rows, rows_of
+from groupwise.training.sharding.divided import Divided, read_rows, rows_of
 from groupwise.training.sharding.fsdp2 import check_fsdp2
 from tests.distributed.conftest import small_config
 
@@ -128,3 +131,17 @@ def test_blocks_compute_what_the_decoder_did_and_a_filled_copy_is_the_module_it_
     assert found.keys() == before.keys()
     assert all(torch.equal(found[name], value) for name, value in before.items())
     assert full.lm_head.weight is full.model.embed_tokens.weight
+
+
+def test_a_whole_policy_computes_on_the_cpu_whatever_attention_the_model_has(small_config):
+    """Kernels for GPUs alone are not the copy's: what is pushed to vLLM is tried with it."""
+    policy = load_policy(small_config().model)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted = policy.model(input_ids=ids).logits
+    decoder = make_scorer(policy, small_config().model)
+    decoder.to_modules()
+    policy.model.config._attn_implementation = "flash_attention_2"
+    weights = {name: p.detach() for name, p in decoder.named_parameters()}
+    whole = Divided.whole_policy(SimpleNamespace(world=World(), scorer=decoder, whole_weights=lambda: weights), policy)
+    torch.testing.assert_close(whole.model(input_ids=ids).logits, wanted)
+    assert policy.model.config._attn_implementation == "flash_attention_2"

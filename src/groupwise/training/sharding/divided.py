@@ -183,7 +183,10 @@ class Divided:
         weights = self.whole_weights()
         if not self.world.is_first:
             return None
-        return replace(policy, model=copy_filled(policy.model, self.scorer.views, weights))
+        model = copy_filled(policy.model, self.scorer.views, weights)
+        if str(model.config._attn_implementation).startswith("flash"):
+            model.config._attn_implementation = "eager"  # the copy is on the CPU, and what is pushed to vLLM is tried with it
+        return replace(policy, model=model)
 
 
 class AdapterOnDivided(Replicas):
