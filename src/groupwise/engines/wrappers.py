@@ -162,10 +162,6 @@ class DealtEngine(Engine):
         everywhere = self.world.all_gather_object(list(zip(own, sampled, strict=True)))
         return [completions for _, completions in sorted((pair for part in everywhere for pair in part), key=lambda p: p[0])]
 
-    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
-        """See ``Engine.stream``; one completion is not divided."""
-        return self.engine.stream(prompt, settings, seed=seed, on_text=on_text)
-
     def refresh(self, policy_version: int) -> None:
         self.engine.refresh(policy_version)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from groupwise.config.schema import Config
 from groupwise.distributed import World
-from groupwise.engines import Engine, SamplingSettings, make_engine
+from groupwise.engines import Engine, make_engine
 from groupwise.engines.base import Progress, SampleRequest
 from groupwise.engines.wrappers import QueuedRequest, SamplingThread
 from groupwise.episodes import EpisodeEngine, playing
@@ -289,19 +289,12 @@ class _WaitingEngine(Engine):
     def __init__(self, ahead: Ahead) -> None:
         self.ahead = ahead
 
-    def _free(self) -> Engine:
+    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """See ``Engine.serve``."""
         self.ahead.wait_for_all()
         (slot,) = self.ahead._slots
         slot.take_weights(self.ahead.learner.updates, self.ahead.learner.sharding)
-        return slot.engine
-
-    def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
-        """See ``Engine.serve``."""
-        return self._free().serve(request, on_progress)
-
-    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
-        """See ``Engine.stream``."""
-        return self._free().stream(prompt, settings, seed=seed, on_text=on_text)
+        return slot.engine.serve(request, on_progress)
 
     def refresh(self, policy_version: int) -> None:
         """Nothing: every sample does."""

@@ -348,7 +348,6 @@ class GRPOTrainer(Outputs):
         stretches = self.schedule.step(update)
         micro_steps = sum(len(s.micro_steps) for s in stretches)
         parts = [(self._generation_of(epoch, s.generation).parts[s.micro_steps], s.first_pass) for s in stretches]
-        self.engine.release_memory()
         found = self._accumulate(parts, 1 / micro_steps)
         for _ in range(micro_steps - 1):
             self.control = self._event("on_substep_end")

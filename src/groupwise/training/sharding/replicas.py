@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from groupwise.config.schema import OptimizerConfig
 from groupwise.distributed import World
 from groupwise.distributed.sharding import Optimizer, Sharding
-from groupwise.engines import Engine, SamplingSettings
+from groupwise.engines import Engine
 from groupwise.engines.base import Progress, SampleRequest
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer, make_reference
 from groupwise.training.optimizer import MasterAdamW
-from groupwise.types import Completion, Prompt
+from groupwise.types import Completion
 
 __all__ = ["Replicas", "with_whole_weights"]
 
@@ -82,11 +82,6 @@ class _Gathering(Engine):
         """See ``Engine.serve``. Whoever has no prompts takes part too."""
         with self.sharding.whole():
             return self.engine.serve(request, on_progress)
-
-    def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
-        """See ``Engine.stream``."""
-        with self.sharding.whole():
-            return self.engine.stream(prompt, settings, seed=seed, on_text=on_text)
 
     def refresh(self, policy_version: int) -> None:
         self.engine.refresh(policy_version)
