@@ -1,5 +1,6 @@
 """DeepSpeed's ZeRO-2 and ZeRO-3 over two real processes: the numbers of one process. Skipped where deepspeed is not installed."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ from groupwise.models.merging import dithered
 from groupwise.training.loop import train
 from groupwise.training.sharding.zero import Zero, check_zero
 from tests.distributed.run_ranks import letters
-from tests.distributed.two_processes import assert_same_bits, assert_same_run, launch_two, numbers, on_from_step_3, said, weights
+from tests.distributed.two_processes import (
+    HERE, assert_same_bits, assert_same_run, launch_two, numbers, on_from_step_3, said, weights,
+)  # fmt: skip
 
 SECTIONS = {
     "output": {"checkpoint_every": 3, "log_completions": 100},
@@ -112,6 +115,22 @@ def test_a_process_that_fails_ends_both(runs):
     folder = runs[2]
     for rank in range(2):
         assert "out of luck" in (folder / f"error-{rank}.txt").read_text()
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_an_update_without_a_finite_gradient_is_left_out(name, dtype, small_config, tmp_path):
+    """By all processes, where a pass of one of them went wrong; the next update is made."""
+    training = {"steps": 3, "micro_batch_tokens": 60, "sharding": name}
+    config = small_config(training=training, model={"dtype": dtype}, optimizer={"max_grad_norm": 0.5})
+    assert launch_two(config, tmp_path, tmp_path, script=HERE / "run_not_finite.py") == 0
+    steps = numbers(tmp_path / "run")
+    assert [step["optimizer/dropped_updates"] for step in steps] == [0, 1, 0]
+    assert [step["progress/policy_version"] for step in steps] == [1, 1, 2]
+    assert json.loads((tmp_path / "same.json").read_text())
+    assert all(weight.isfinite().all() for weight in weights(tmp_path / "run").values())
 
 
 LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
