@@ -20,8 +20,15 @@ from groupwise.training.loop import train
 from groupwise.training.sharding.zero import Zero, check_zero
 from tests.distributed.run_ranks import letters
 from tests.distributed.two_processes import (
-    HERE, assert_same_bits, assert_same_run, launch_two, numbers, on_from_step_3, said, weights,
-)  # fmt: skip
+    HERE,
+    assert_same_bits,
+    assert_same_run,
+    launch_two,
+    numbers,
+    on_from_step_3,
+    said,
+    weights,
+)
 
 SECTIONS = {
     "output": {"checkpoint_every": 3, "log_completions": 100},

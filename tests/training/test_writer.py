@@ -145,7 +145,9 @@ def test_a_copy_is_written_before_the_next_is_made(small_config, letters, quiet,
         return take(*words, **more)
 
     monkeypatch.setattr("groupwise.training.run.take_snapshot", noting)
-    monkeypatch.setattr(checkpoints, "_write", lambda aside, snapshot, write=checkpoints._write: (time.sleep(0.2), write(aside, snapshot)))
+    monkeypatch.setattr(
+        checkpoints, "_write", lambda aside, snapshot, write=checkpoints._write: (time.sleep(0.2), write(aside, snapshot))
+    )
     for step in range(2):
         run.checkpoint_if_due(step)
     assert run.writer.is_writing
