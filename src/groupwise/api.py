@@ -62,8 +62,8 @@ def train(
             shows nothing.
         resume_from: a checkpoint, or another run's folder, to start a new run from its newest one; with the same config the result is
             the one that the run would have had. Settings that have changed are said, and taken.
-        resume: go on in ``run_folder`` itself, from its newest sound checkpoint; where there is none yet, from ``resume_from`` or the
-            beginning. A run that is finished is left as it is, and what it came to is returned.
+        resume: go on in ``run_folder`` (or `output.folder`; one of them is needed) itself, from its newest sound checkpoint; where there
+            is none yet, from ``resume_from`` or the beginning. A run that is finished is left as it is, and what it came to is returned.
         accept_changes: go on although settings or data that change the result are no longer those of the checkpoint.
         check: look at settings and rewards first, and refuse what cannot learn.
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from groupwise.cli import app
 from groupwise.config import dump_config
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, ConfigError
 from groupwise.tracking import RunFolder
 from groupwise.training.loop import train
 from groupwise.training.resume import newest_run, unfinished_note
@@ -108,6 +108,16 @@ def test_a_new_run_says_so_and_is_made_all_the_same(runs, small_config, letters,
     assert f"runs/{A} stopped after step 40; --resume continues it. This is a new run." in capsys.readouterr().out
     train(small_config(training={"steps": 1}), rewards=letters, console=Console(width=200), run_folder=tmp_path / "named")
     assert "--resume" not in capsys.readouterr().out
+
+
+def test_python_is_told_which(small_config, letters, quiet, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"give run_folder, or set output\.folder"):
+        train(small_config(), rewards=letters, console=quiet, resume=True)
+    assert not (tmp_path / "runs").exists()
+    named = small_config(training={"steps": 1}, output={"folder": "mine"})
+    for _ in range(2):
+        assert train(named, rewards=letters, console=quiet, resume=True).folder.name == "mine"
 
 
 def test_by_the_command_line(small_config, runs, tmp_path, monkeypatch):

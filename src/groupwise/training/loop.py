@@ -14,11 +14,13 @@ from rich.console import Console
 
 from groupwise.config.schema import Config
 from groupwise.distributed import open_world
+from groupwise.errors import ConfigError
 from groupwise.models.load import resolve_device
 from groupwise.rewards.load import Rewards
 from groupwise.streams import tolerate_broken_pipe
 from groupwise.tracking.console import own_width
 from groupwise.tracking.results import RunResult
+from groupwise.training.resume import folder_of
 from groupwise.training.run import StepReport
 from groupwise.training.setup import Prepared
 from groupwise.training.short_memory import explain_short_memory
@@ -51,8 +53,8 @@ def train(
         console: where progress is shown; by default standard output. ``Console(quiet=True)`` shows nothing.
         resume_from: a checkpoint, or another run's folder, to start a new run from its newest one; with the same config the result is
             the one that the run would have had. Settings that have changed are said, and taken.
-        resume: go on in ``run_folder`` itself, from its newest sound checkpoint; where there is none yet, from ``resume_from`` or the
-            beginning. A run that is finished is left as it is, and what it came to is returned.
+        resume: go on in ``run_folder`` (or `output.folder`; one of them is needed) itself, from its newest sound checkpoint; where there
+            is none yet, from ``resume_from`` or the beginning. A run that is finished is left as it is, and what it came to is returned.
         accept_changes: go on although settings or data that change the result are no longer those of the checkpoint.
         check: looks at a new run before its weights are loaded; what it returns is said, and what it raises ends it.
 
@@ -63,6 +65,8 @@ def train(
     ``StoppedError`` when SIGTERM, SIGHUP or Ctrl-C ended it, after saving.
     """
     run_folder = None if run_folder is None else Path(run_folder)
+    if resume and folder_of(config, run_folder) is None:
+        raise ConfigError("resume=True goes on in a run's own folder, and none is named: give run_folder, or set output.folder")
     on_cpu, console = resolve_device(config.model.device).type == "cpu", console or Console(width=own_width())
     with open_world(on_cpu, config.training.process_timeout_s) as world:
         if resume and (finished := world.on_rank0(lambda: finished_run(config, run_folder, console, rewards))):
