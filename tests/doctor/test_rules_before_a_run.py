@@ -254,6 +254,14 @@ def test_worked_answers_that_do_not_fit_are_found(prepared):
     assert found["answer-does-not-fit"].remedy.startswith("Raise rollout.max_completion_tokens")
 
 
+def test_prompts_without_answers_have_no_worked_answer(prepared, tmp_path):
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": QUESTION.format(a=a, b=3)}) + "\n" for a in range(60)))
+    brief = {"brief": lambda completions, **_: [-len(c[-1]["content"]) for c in completions]}
+    overrides = [f"data.source={tmp_path / 'asked.jsonl'}", "data.answer_column=prompt", "rollout.max_completion_tokens=12"]
+    found = rules_of(diagnose_prepared(prepared([*overrides, "rewards.functions=[brief]"], brief)))
+    assert not {"answer-does-not-fit", "reward-blind"} & found.keys()
+
+
 def test_an_end_token_that_does_not_end_a_turn_is_found(prepared, shared_data):
     from transformers import AutoTokenizer
 

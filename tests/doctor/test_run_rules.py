@@ -380,6 +380,27 @@ def test_answers_of_an_agent_are_judged_where_rewards_are_for_answers(tmp_path):
     assert "reward-hacking" in findings_of(tmp_path / "run", story)
 
 
+@pytest.mark.parametrize(
+    "columns", [["data.answer_column=Question"], ["data.prompt_column=ask", "data.answer_column=ask"]], ids=len
+)
+def test_prompts_without_answers_are_judged_by_the_reward_alone(columns, tmp_path):
+    """No answer is right throughout, since none is known; the reward rises to its top."""
+    longer = {
+        "accuracy": lambda p: 0.0, "write": lambda step, p, group, sample, answer: Written(f"dear {sample} {step}"), "evaluations": [],
+        "metrics": lambda step, p: {
+            "reward/mean": min(1.0, 0.3 + p), "groups/zero_variance": 1.0 if p > 0.7 else 0.2, "accuracy/format": 0.1 + 0.9 * p,
+            "completions/tokens_mean": 30 + 30 * p, "policy/entropy": 0.5 * math.exp(-8 * p),
+        },
+        "reward": lambda step, p, text, right: {"kind": float(len(text) % 5)},
+    }  # fmt: skip
+    with_answers = findings_of(tmp_path / "with", Story(**longer))
+    assert {"length-creep", "entropy-collapse", "no-variance"} <= with_answers.keys()
+    (tmp_path / "asked.jsonl").write_text('{"Question": "1 + 1?", "ask": "2 + 2?"}\n')
+    columns = [f"data.source={tmp_path / 'asked.jsonl'}", *columns]
+    found = findings_of(tmp_path / "without", Story(overrides=columns, **longer))
+    assert {name for name, one in found.items() if one.severity in ("critical", "warning")} == set()
+
+
 def test_the_loss_is_not_called_normal_where_it_is_not_0(tmp_path):
     assert "loss-zero-at-start" not in findings_of(tmp_path / "run", Story(loss=lambda step: 0.3))
 

@@ -41,6 +41,7 @@ __all__ = [
     "ProblemSet",
     "default_eval_split",
     "find_columns",
+    "has_answers",
     "held_out_from",
     "load_held_out",
     "load_problems",
@@ -316,6 +317,12 @@ def find_columns(table: Table, data: DataConfig) -> ColumnMap:
     prompt = _named(data.prompt_column, "prompt_column", columns, first) or _found(PROMPT_NAMES, "prompt", columns, table.label)
     answer = _named(data.answer_column, "answer_column", columns, first) or _found_answer(columns, first, prompt, table.label)
     return ColumnMap((prompt,), answer)
+
+
+def has_answers(data: DataConfig) -> bool:
+    """Whether the data are asked for answers: not where the prompt's column is named as the answer's, and stands in for it."""
+    asked, prompt = data.answer_column, data.prompt_column
+    return asked is None or not (asked == prompt if prompt is not None else asked.lower() in PROMPT_NAMES)
 
 
 def _named(name: str | None, key: str, columns: Sequence[str], first: Mapping[str, object]) -> str | None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
+from groupwise.data import sources
 from groupwise.tracking.reading import CompletionRecord, RunRecord
 from groupwise.types import CUT_SHORT
 
@@ -222,11 +223,12 @@ OF_ANSWERS = {"accuracy", "correctness", "correctness_and_format"}
 
 
 def has_answers(run: RunRecord) -> bool:
-    """Whether answers say how good the policy is: not where an environment alone judges episodes, whose last turn answers nothing."""
+    """Whether answers say how good the policy is: not where prompts have none, nor where an environment alone judges episodes, whose last
+    turn answers nothing."""
     config = run.config
-    if config is None or config.rollout.environment is None:
-        return True
-    return any(one.function in OF_ANSWERS for one in config.rewards.functions)
+    if config is None or not sources.has_answers(config.data):
+        return config is None
+    return config.rollout.environment is None or any(one.function in OF_ANSWERS for one in config.rewards.functions)
 
 
 def flat_in_batch(run: RunRecord) -> Series:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from groupwise.data.prompts import worked_completion
+from groupwise.data.sources import has_answers
 from groupwise.doctor.findings import Evidence, Example
 from groupwise.errors import RewardError
 from groupwise.rewards import functions
@@ -107,9 +108,10 @@ OF_NO_ANSWER = (functions.keyword, functions.length, functions.overlong, functio
 
 
 def judged_elsewhere(rehearsal: Rehearsal) -> bool:
-    """Whether a reward model or an environment has a say, which before the run is not known."""
+    """Whether a reward model or an environment has a say, which before the run is not known, or no answer is right."""
     rewards = rehearsal.prepared.rewards
-    return bool(rewards.models) or any(one.is_environment and one.weight for one in rewards.rewards)
+    played = any(one.is_environment and one.weight for one in rewards.rewards)
+    return bool(rewards.models) or played or not has_answers(rehearsal.prepared.config.data)
 
 
 def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
@@ -162,7 +164,7 @@ def answer_too_long(rehearsal: Rehearsal) -> Evidence | None:
         text = worked_completion(problem, rehearsal.prepared.answer_style)  # type: ignore[arg-type]
         lengths.append((len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1, problem, text))
     over = [one for one in lengths if one[0] > limit]
-    if len(over) < 0.1 * len(lengths):
+    if len(over) < 0.1 * len(lengths) or not has_answers(rehearsal.prepared.config.data):
         return None
     longest = max(length for length, _, _ in lengths)
     return Evidence(

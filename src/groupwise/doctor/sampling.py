@@ -120,7 +120,7 @@ def cut_short(run: RunRecord) -> Evidence | None:
     if worst is None or cut.late < 0.3 or never_stops(run):
         return None
     late = completions_between(run, cut.late_steps)
-    right = [r.strict for r in late if r.truncated and r.strict is not None]
+    right = [r.strict for r in late if r.truncated and r.strict is not None] if has_answers(run) else []
     paid = f"; of those recorded {mean([float(s) for s in right]):.0%} still had a right answer" if right else ""
     turns = f" or rollout.max_turns = {run.config.rollout.max_turns}" if run.config and run.config.rollout.has_episodes else ""
     return Evidence(
