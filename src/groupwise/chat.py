@@ -142,7 +142,8 @@ def refuse_named_code(config: Config, run_config: Path | None, *, data: bool) ->
         if (setting, place) in theirs and (data or not setting.startswith("data.")):
             raise ConfigError(
                 f"{run_config} sets {setting} to {place}, code that would be run, and a run's folder cannot grant that: if you "
-                "trust it, add model.trust_remote_code=true to the command (generate: --trust-remote-code)"
+                "trust it, add model.trust_remote_code=true to the command (generate: --trust-remote-code; in Python: "
+                "overrides=['model.trust_remote_code=true'])"
             )
 
 
@@ -173,7 +174,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def settings_to_ask(
-    model: str, overrides: Sequence[str] = (), *, system: str | None = None, max_tokens: int | None = None, plays: bool = True
+    model: str, overrides: Overrides = (), *, system: str | None = None, max_tokens: int | None = None, plays: bool = True
 ) -> tuple[Config, int]:
     """The settings with which to put a question to ``model``, and the longest answer in tokens: as long as it was trained to give.
 

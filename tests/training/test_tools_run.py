@@ -15,6 +15,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from slow_grpo import slow_logprobs
 
+import groupwise
+from groupwise.chat import answer_of, make_speaker, settings_to_ask
+from groupwise.config import dump_config
 from groupwise.engines.turns import GRACE_S
 from groupwise.episodes import worked_episode
 from groupwise.episodes.driver import EpisodeEngine
@@ -120,6 +123,28 @@ def test_evaluation_plays_episodes_and_judges_the_last_turn(config_of, by_chance
     assert all(
         record["response"] == [t for t in record["turns"] if t["role"] == "assistant"][-1]["text"] for record in result.records
     )
+
+
+@pytest.fixture
+def own_tools(roomy, sums, tmp_path):
+    """What a run with a tool of its own leaves behind."""
+    (tmp_path / "mine.py").write_text(
+        'def calculator(expression: str) -> str:\n    """Computes.\n\n    Args:\n        expression: What to compute.\n    """\n'
+        "    return 'from a tool'\n"
+    )
+    rollout = {"tools": [f"{tmp_path / 'mine.py'}:calculator"], "max_completion_tokens": 150, "max_turns": 3}
+    shutil.copytree(roomy, tmp_path / "run" / "final_model")
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(tiny_config(roomy, sums, rollout=rollout)), encoding="utf-8")
+    return tmp_path / "run"
+
+
+ASKED = [f"{a} * 7 = ?" for a in range(6)]
+
+
+def test_a_run_s_own_tools_are_allowed_from_python(own_tools, by_chance):
+    with pytest.raises(ConfigError, match=r"in Python: overrides=\['model.trust_remote_code=true'\]"):
+        groupwise.generate(own_tools, ASKED)
+    assert len(groupwise.generate(own_tools, ASKED, ["model.trust_remote_code=true"])) == len(ASKED)
 
 
 def scripted(folder, script):
