@@ -149,7 +149,7 @@ def generate(
     seed: int = 0,
     greedy: bool = False,
 ) -> Any:
-    """A model's answer to ``prompt``, or to each of several: a text, or a list of them.
+    """A model's answer to ``prompt``, or to each of several: a text, or a list of them. With tools or an environment its last turn.
 
     ``model``: its folder, a run's, a `RunResult`, or a name. ``overrides``: settings on top, as `load_config` takes them; a run's own tools
     and environment need ``model.trust_remote_code=true``. ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the one it

@@ -217,7 +217,7 @@ class Speaker:
     messages: list[Message] = field(default_factory=list)
 
     def answer(self, question: str, out: TextIO) -> str:
-        """Stream the answer to ``question`` as the conversation's next turn; returns it.
+        """Stream the answer to ``question``, of all turns that it takes, into ``out``; returns the last that the policy said.
 
         Raises ConfigError when the conversation leaves no room in the context, or ``question`` is not UTF-8 text.
         """
@@ -244,7 +244,7 @@ class Speaker:
         out.write("\n")
         out.flush()
         self.messages = [*asked, *completion.messages]
-        return completion.text
+        return completion.answer
 
     def forget(self) -> None:
         self.messages = []

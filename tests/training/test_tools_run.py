@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import shutil
 from functools import partial
@@ -145,6 +146,15 @@ def test_a_run_s_own_tools_are_allowed_from_python(own_tools, by_chance):
     with pytest.raises(ConfigError, match=r"in Python: overrides=\['model.trust_remote_code=true'\]"):
         groupwise.generate(own_tools, ASKED)
     assert len(groupwise.generate(own_tools, ASKED, ["model.trust_remote_code=true"])) == len(ASKED)
+
+
+def test_an_answer_from_python_is_the_last_turn_and_a_reader_is_shown_all(own_tools, by_chance):
+    speaker = make_speaker(*settings_to_ask(str(own_tools), ["model.trust_remote_code=true"]), 1.0, False, 0)
+    shown = io.StringIO()
+    for speaker.seed, asked in enumerate(ASKED):
+        speaker.forget()
+        assert speaker.answer(asked, shown) == answer_of(speaker, asked) == speaker.messages[-1]["content"]
+    assert "from a tool" in shown.getvalue()
 
 
 def scripted(folder, script):
