@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
@@ -80,6 +81,21 @@ def test_a_function_declares_its_scope_and_the_config_wins():
             return [float(len(completions))]
 
     assert suite_of(Judge()).score_all(pairs(["a", "b"])).groups[0].rewards == (1.0, 1.0)
+
+
+class Whole:
+    @reward_scope("batch")
+    async def __call__(self, completions, factor=1.0):
+        """How many there are."""
+        return [factor * len(completions)] * len(completions)
+
+
+@pytest.mark.parametrize("function", [Whole(), partial(Whole(), factor=1.0), partial(partial(Whole()), factor=1.0)])
+def test_what_a_function_declares_is_seen_through_partials_and_on_its_call(function):
+    suite = suite_of(function, concurrent_calls=3)
+    assert [(row.called, row.summary) for row in suite.describe()] == [("batch", "How many there are.")]
+    assert suite.notes() == [], "it is async"
+    assert [group.rewards for group in suite.score_all(pairs(["a"], ["b"])).groups] == [(2.0,), (2.0,)]
 
 
 def test_a_dry_run_says_what_one_call_sees():

@@ -25,7 +25,7 @@ from typing import Any
 
 from groupwise.errors import RewardError
 from groupwise.importing import in_one_line
-from groupwise.rewards.load import LoadedReward, RewardFunction
+from groupwise.rewards.load import LoadedReward, RewardFunction, layers
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.scores import BadResult, CallRaised, CallTimedOut, Decode, Score, StepRewards, read_scores, to_token_steps
 from groupwise.types import Completion, Problem, Prompt
@@ -318,8 +318,8 @@ def _run(function: RewardFunction, keywords: Mapping[str, object]) -> object:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether calling it gives a coroutine: an ``async def``, or an object whose ``__call__`` is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    """Whether calling it gives a coroutine: an ``async def``, an object whose ``__call__`` is one, or a partial of either."""
+    return any(map(inspect.iscoroutinefunction, layers(function)))
 
 
 def _call_in_thread(function: RewardFunction, keywords: Mapping[str, object], timeout_s: float) -> object:

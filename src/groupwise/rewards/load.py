@@ -27,6 +27,7 @@ __all__ = [
     "OpenModel",
     "RewardFunction",
     "Rewards",
+    "layers",
     "load_reward",
     "named_rewards",
     "reward_scope",
@@ -206,9 +207,7 @@ def named_rewards(given: Rewards | None) -> dict[str, RewardFunction]:
     listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     named: dict[str, RewardFunction] = {}
     for function in listed:
-        inner: Any = function
-        while isinstance(inner, functools.partial):
-            inner = inner.func
+        inner = layers(function)[-2]
         own = str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
         name, use = own, 1
         while name in named:
@@ -216,6 +215,14 @@ def named_rewards(given: Rewards | None) -> dict[str, RewardFunction]:
             name = f"{own}_{use}"
         named[name] = function
     return named
+
+
+def layers(function: RewardFunction) -> list[Any]:
+    """The function, what each `functools.partial` around it holds, and last the ``__call__`` of the innermost."""
+    found = [function]
+    while isinstance(found[-1], functools.partial):
+        found.append(found[-1].func)
+    return [*found, getattr(found[-1], "__call__", None)]  # noqa: B004
 
 
 def _require_function(spec: str, function: object) -> None:
@@ -234,7 +241,7 @@ def _require_function(spec: str, function: object) -> None:
 
 
 def _scope(spec: str, function: RewardFunction, wanted: Scope | None) -> Scope:
-    declared: Any = getattr(function, "reward_scope", "group")
+    declared: Any = next((one.reward_scope for one in layers(function) if hasattr(one, "reward_scope")), "group")
     if declared not in get_args(Scope):
         raise RewardError(
             f"reward {spec!r} declares reward_scope {declared!r}, but it must be one of {', '.join(get_args(Scope))}"

@@ -19,7 +19,7 @@ from groupwise.data.latex import latex_failures, renew_budget
 from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
 from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, is_async, plan_calls, require_columns
-from groupwise.rewards.load import LoadedReward, OpenModel, RewardFunction, load_reward
+from groupwise.rewards.load import LoadedReward, OpenModel, RewardFunction, layers, load_reward
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.scores import (
     BadResult,
@@ -454,5 +454,6 @@ def _style_advice(function_name: str, answer_style: str) -> str:
 def _summary(function: RewardFunction) -> str:
     if isinstance(own := getattr(function, "summary", None), str):
         return own
-    text = inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function))
-    return (text or "").partition("\n")[0]
+    *_, inner, call = layers(function)
+    text = inspect.getdoc(inner) if inspect.isroutine(inner) else inspect.getdoc(type(inner)) or call.__doc__
+    return inspect.cleandoc(text or "").partition("\n")[0]
