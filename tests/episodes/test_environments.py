@@ -240,7 +240,7 @@ def test_an_environment_that_fails_ends_its_episode_without_a_reward(tokenizer, 
     assert environment_reward(["x"], environment_reward=[completion.reward]) == [None]
 
 
-@pytest.mark.parametrize("reward", [ZeroDivisionError(), "much", pytest.param(10**400, id="huge")])
+@pytest.mark.parametrize("reward", [ZeroDivisionError(), "much", pytest.param(10**400, id="huge"), math.nan, -math.inf])
 def test_a_reward_that_fails_is_none(tokenizer, reward):
     class Unfair(Counter):
         def get_reward(self) -> float:

@@ -341,6 +341,8 @@ class _Episode:
             whole = self.partner.reward(None if self.last.stopped else self.last)
             known = [part for part in (*(turn.reward for turn in self.turns), whole) if part is not None]
             self.reward = math.fsum(known) if known else None
+            if self.reward is not None and not math.isfinite(self.reward):
+                raise ValueError(f"it is {self.reward}, and a reward is finite")
         except (CallRaised, CallTimedOut, OverflowError, TypeError, ValueError) as failure:
             self.finish_reason = "timeout" if isinstance(failure, CallTimedOut) else "environment_error"
             logger.warning(
