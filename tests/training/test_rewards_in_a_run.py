@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.errors import StoppedError
-from groupwise.rewards import reward_scope
+from groupwise.errors import ConfigError, StoppedError
+from groupwise.rewards import RewardSuite, reward_scope
+from groupwise.tracking import RunFolder
 from groupwise.training.loop import train
 
 NORMALISED = {
@@ -101,3 +102,24 @@ def test_a_batch_function_sees_the_whole_step(small_config, quiet, tmp_path):
     folder = train(small_config(), rewards={"letters": letters}, console=quiet, run_folder=tmp_path / "run").folder
     assert seen == [[0] * 4 + [1] * 4 + [2] * 4] * 2
     assert metrics_of(folder)[0]["reward/letters"] == sum(i % 5 for i in range(12)) / 12
+
+
+def test_a_folder_that_is_taken_is_refused_before_data_are_read(small_config, letters, quiet, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        train(small_config(data={"source": "absent.jsonl"}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+
+
+def test_functions_are_let_go_where_no_folder_can_be_made(small_config, letters, quiet, tmp_path, monkeypatch):
+    """Somebody took it while data were read."""
+    closed = []
+
+    def taken(*_):
+        raise ConfigError("taken meanwhile")
+
+    monkeypatch.setattr(RewardSuite, "close", lambda suite: closed.append(suite))
+    monkeypatch.setattr(RunFolder, "create", taken)
+    with pytest.raises(ConfigError, match="taken meanwhile"):
+        train(small_config(), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert len(closed) == 1

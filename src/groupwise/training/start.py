@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.rewards.load import Rewards
 from groupwise.threads import fix_threads
 from groupwise.tracking import ConsoleTracker, RunFolder, Trackers, make_trackers
-from groupwise.tracking.run_folder import cut_back, ending_of, set_ending_aside
+from groupwise.tracking.run_folder import check_named, cut_back, ending_of, set_ending_aside
 from groupwise.training.checkpoint import MODEL
 from groupwise.training.checkpoint_folder import find_checkpoint, latest_checkpoint, read_state
 from groupwise.training.resume import (
@@ -198,7 +199,10 @@ def start(
     world = world or World()
     config = config.model_copy(update={"model": with_dtype(config.model)})  # the run's config.yaml says which one it was
     said: list[str] = []
-    wanted = folder_of(config, run_folder) if resume else None
+    own = folder_of(config, run_folder)
+    if own is not None and not resume:  # before data are read and rewards are tried
+        world.on_rank0(partial(check_named, own.expanduser()))
+    wanted = own if resume else None
 
     def named() -> Path | None:
         """The checkpoint to begin from, which need not be there any more once the run has one of its own."""
@@ -210,28 +214,22 @@ def start(
     started = time.perf_counter()
     _set_up_process(config, world)
     prepared = prepare(config, rewards, folder=run_folder)
-    config = prepared.config
-    world.all_gather_object(None)  # nobody writes before all have found everything in order
-    world.try_gpus()
+    config, opened, trackers = prepared.config, list[RunFolder](), Trackers()
 
     def checked() -> list[str]:
         """Of a new run: whether it is one is found in the first process, since others may not see the folder, or not yet."""
         resumes = wanted is not None and wanted.expanduser().is_dir()
         return [] if check is None or resumes else list(check(prepared))
 
-    if check is not None and checkpoint is None:
-        try:
-            said += world.on_rank0(checked)
-        except BaseException:
-            prepared.rewards.close()
-            raise
-    resolver = RunFolderResolver(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said, world.size)
-    opened: list[RunFolder] = []
-    beginning = world.on_rank0(lambda: resolver.resolve(opened))
-    folder = opened[0] if opened else RunFolder(beginning.path)
-    elapsed_s = folder.elapsed_s()
-    trackers = Trackers()
     try:
+        world.all_gather_object(None)  # nobody writes before all have found everything in order
+        world.try_gpus()
+        if check is not None and checkpoint is None:
+            said += world.on_rank0(checked)
+        resolver = RunFolderResolver(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said, world.size)
+        beginning = world.on_rank0(lambda: resolver.resolve(opened))
+        folder = opened[0] if opened else RunFolder(beginning.path)
+        elapsed_s = folder.elapsed_s()
         if world.is_first:
             trackers = make_trackers(config, folder, console, beginning.done)
         _say(trackers, said, prepared.notes)
@@ -244,7 +242,8 @@ def start(
     except BaseException:
         prepared.rewards.close()
         trackers.close()
-        folder.release()
+        for folder in opened:
+            folder.release()
         raise
     return Run(
         config, world, recipe, prepared, folder, trackers, *parts, started - elapsed_s, beginning.checkpoint, trained=beginning.trained,
