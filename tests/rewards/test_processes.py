@@ -346,6 +346,20 @@ def test_a_bound_on_async_calls_is_noted_where_there_are_none():
     assert async_suite(judge, concurrent_calls=3).notes() == []
 
 
+@pytest.mark.parametrize(
+    ("entry", "noted"),
+    [
+        ({"function": "judge"}, False), ({"function": "accuracy", "isolate": True}, False),
+        ({"function": "accuracy"}, True), ({"function": "judge", "timeout_s": 3}, True),
+    ],
+)  # fmt: skip
+def test_a_time_limit_that_holds_for_no_function_is_noted(entry, noted):
+    config = RewardsConfig(functions=[RewardFunctionConfig(**entry)], timeout_s=5)
+    extra = {"judge": lambda completions: [1.0]} if entry["function"] == "judge" else {}
+    said = ["rewards.timeout_s=5 has no effect here: it is for your own functions without a timeout_s"]
+    assert RewardSuite.from_config(config, "xml", extra).notes() == said * noted
+
+
 def test_an_async_call_has_its_own_time_limit_that_waiting_does_not_use_up(monkeypatch):
     """The clock of a call starts when it has a place: no more run than there are places, each with the whole limit."""
     call, lock, limits, running, most = calling._call_async, threading.Lock(), [], 0, 0

@@ -77,7 +77,7 @@ class RewardFunctionConfig(_Shaped):
     """What one call sees: one `completion`, those of one problem, or those of the step. Null takes what the function declares,
     else `group`."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds that one call may take; null takes `rewards.timeout_s`."""
+    """Seconds that one call may take; null takes `rewards.timeout_s`, where that holds."""
     isolate: Isolation = False
     """Call it in a process of its own, which is killed at the time limit. `process` is for functions that may hang or crash;
     `sandbox`, on Linux, for those that run generated code."""
@@ -135,7 +135,7 @@ class RewardsConfig(_Shaped):
     on_error: Literal["stop", "skip"] = "stop"
     """A function that raises or times out: stop the run, or leave the group out and count it."""
     timeout_s: float | None = Field(default=60.0, gt=0)
-    """Seconds that one call may take."""
+    """Seconds that one call of a function of your own, or of an isolated one, may take."""
     concurrent_calls: int = Field(default=16, ge=1)
     """Calls of `async` functions that run side by side."""
     processes: int = Field(default=2, ge=1)

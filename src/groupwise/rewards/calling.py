@@ -198,13 +198,8 @@ class RewardCaller:
 
 
 def time_limit(call: Call, timeout_s: float | None) -> float | None:
-    """Seconds that the call may take: its function's own limit, or the run's.
-
-    Our own functions need none: they bound their own work, and a group of slow comparisons is no reason to stop a run.
-    """
-    if call.reward.timeout_s is not None:
-        return call.reward.timeout_s
-    return None if call.reward.bounded and not call.reward.isolate else timeout_s
+    """Seconds that the call may take: its function's own limit, or the run's."""
+    return timeout_s if call.reward.takes_the_run_s_limit else call.reward.timeout_s
 
 
 def _read(

@@ -119,9 +119,9 @@ class LoadedReward:
         return bool(getattr(self.function, "is_reward_model", False))
 
     @property
-    def bounded(self) -> bool:
-        """Ours bound their own work and need no time limit: a slow group is no reason to stop a run."""
-        return self.built_in or self.is_model
+    def takes_the_run_s_limit(self) -> bool:
+        """Whether ``rewards.timeout_s`` holds for it. Ours bound their own work: a group of slow comparisons is no reason to stop a run."""
+        return self.timeout_s is None and bool(self.isolate or not (self.built_in or self.is_model))
 
     def missing(self, available: Iterable[str]) -> list[str]:
         """Required keywords that the data does not supply."""

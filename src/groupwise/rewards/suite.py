@@ -157,6 +157,9 @@ class RewardSuite:
         calls, usual = self._caller.concurrent_calls, RewardsConfig.model_fields["concurrent_calls"].default
         if calls != usual and not any(is_async(reward.function) for reward in self.rewards):
             notes.append(f"rewards.concurrent_calls={calls} has no effect here: no reward function is async")
+        limit, usual = self._caller.timeout_s, RewardsConfig.model_fields["timeout_s"].default
+        if limit not in (None, usual) and not any(reward.takes_the_run_s_limit for reward in self.rewards):
+            notes.append(f"rewards.timeout_s={limit:g} has no effect here: it is for your own functions without a timeout_s")
         return notes
 
     def check_prompt(self, prompt: Prompt) -> None:
