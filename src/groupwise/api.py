@@ -152,8 +152,8 @@ def generate(
     """A model's answer to ``prompt``, or to each of several: a text, or a list of them. With tools or an environment its last turn.
 
     ``model``: its folder, a run's, a `RunResult`, or a name. ``overrides``: settings on top, as `load_config` takes them; a run's own tools
-    and environment need ``model.trust_remote_code=true``. ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the one it
-    was trained with. ``max_tokens``: by default what it was trained with, else 512. ``seed``: the same gives the same answer; the
+    and environment need ``model.trust_remote_code=true``. ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the one
+    it was trained with. ``max_tokens``: by default what it was trained with, else 512. ``seed``: the same gives the same answer; the
     second of equal prompts is answered with ``seed + 1``, and so on. Raises ConfigError or ModelError, also for a prompt longer than the
     model's context.
     """

@@ -9,14 +9,17 @@ import random
 import socket
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from groupwise.episodes.driver import EpisodeEngine, Episodes
 from groupwise.episodes.formats import FORMATS, Asked, Tags
 from groupwise.episodes.tools import LONGEST_RESULT, Tool, Toolbox, as_text, calculator, describe, load_tools
 from groupwise.errors import ConfigError
 from groupwise.rewards.processes import refusal
+from groupwise.rewards.programs import Programs
 from tests.waiting import LONG_S
 
 
@@ -347,6 +350,15 @@ def test_python_holds_against_what_a_policy_might_write(name: str, monkeypatch: 
     assert "hidden" not in call.result
     assert len(call.result.splitlines()) < 5
     assert box.call(Asked("python", {"code": "print(6 * 7)"})).result == "42\n"
+
+
+def test_processes_of_python_end_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Programs] = []
+    monkeypatch.setattr("groupwise.episodes.tools.refusal", lambda sandbox: None)
+    monkeypatch.setattr(Programs, "close", lambda programs: closed.append(programs))
+    tools, engine = load_tools(["python", "calculator"]), SimpleNamespace(close=lambda: None)
+    EpisodeEngine(engine, Episodes(tools, None, Tags(), None, 1, LONG_S, 1)).close()  # type: ignore[arg-type]
+    assert len(closed) == 1
 
 
 def test_python_is_refused_where_there_is_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,8 +188,11 @@ class EpisodeEngine(Engine):
         return self.engine.metrics()
 
     def close(self) -> None:
-        """See ``Engine.close``."""
+        """See ``Engine.close``; of tools, too."""
         self.engine.close()
+        for tool in self.episodes.tools.values():
+            if tool.close is not None:
+                tool.close()
 
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``; progress counts episodes."""

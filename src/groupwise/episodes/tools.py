@@ -41,6 +41,8 @@ class Tool:
     """As transformers' ``get_json_schema`` makes it, which chat templates take."""
     bounded: bool = False
     """Whether it keeps to the time limit by itself."""
+    close: Callable[[], None] | None = None
+    """Ends the processes that it has, if any. A later call starts new ones."""
 
     @property
     def parameters(self) -> list[str]:
@@ -64,8 +66,11 @@ def load_tools(named: Sequence[str], timeout_s: float = 10.0) -> dict[str, Tool]
     for spec in named:
         if ":" in spec:
             function, _ = import_member(spec, "tool", ConfigError)
-        elif spec in known:
-            function = python_in_sandbox(timeout_s) if spec == "python" else BUILTIN[spec]
+        elif spec == "python":
+            programs = programs_in_sandbox(timeout_s)
+            function = python_by(programs)
+        elif spec in BUILTIN:
+            function = BUILTIN[spec]
         else:
             raise ConfigError(
                 f"rollout.tools names {spec!r}, which is no tool{nearest(spec, known)}: use {', '.join(known)}, or a function of your "
@@ -73,7 +78,7 @@ def load_tools(named: Sequence[str], timeout_s: float = 10.0) -> dict[str, Tool]
             )
         tool = describe(function, spec)
         if spec == "python":
-            tool = replace(tool, bounded=True)
+            tool = replace(tool, bounded=True, close=programs.close)
         if tool.name in tools:
             raise ConfigError(f"rollout.tools has two tools that are called {tool.name}: rename one of them")
         tools[tool.name] = tool
@@ -289,14 +294,18 @@ def _bits(value: float) -> int:
     return 0 if value != value or abs(value) < 1 else min(10_000, int(abs(value)).bit_length() if abs(value) < 1e300 else 10_000)
 
 
-def python_in_sandbox(timeout_s: float) -> Callable[[str], str]:
-    """The tool ``python``. Raises ConfigError where there is no sandbox on this machine."""
+def programs_in_sandbox(timeout_s: float) -> Programs:
+    """Raises ConfigError where there is no sandbox on this machine."""
     if refused := refusal(True):
         raise ConfigError(
             f"rollout.tools names python, which runs what the policy writes in a sandbox, and this machine does not allow that: {refused}; "
             "run where it is allowed, or leave it out"
         )
-    programs = Programs(os.cpu_count() or 1, timeout_s)
+    return Programs(os.cpu_count() or 1, timeout_s)
+
+
+def python_by(programs: Programs) -> Callable[[str], str]:
+    """The tool ``python``."""
 
     def python(code: str) -> str:
         """Runs a Python program and returns what it prints.
