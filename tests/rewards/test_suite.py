@@ -85,8 +85,11 @@ def test_a_function_of_weight_0_is_logged_but_judges_nothing():
 
 @pytest.mark.parametrize(
     "scores",
-    [[1, 0], (True, False), np.array([1.0, 0.0], dtype=np.float32), torch.tensor([1.0, 0.0]), [np.float64(1), torch.tensor(0)]],
-)
+    [
+        [1, 0], (True, False), np.array([1.0, 0.0], dtype=np.float32), torch.tensor([1.0, 0.0]), [np.float64(1), torch.tensor(0)],
+        np.array([True, False]), torch.tensor([True, False]),
+    ],
+)  # fmt: skip
 def test_any_sequence_of_numbers_will_do(scores):
     group = make_suite({"a": lambda completions: scores}).score(make_prompt(), make_completions("x", "y"))
     assert group.rewards == (1.0, 0.0)
