@@ -44,16 +44,32 @@ TRAILING_TEXT = re.compile(
     rf"(?P<body>.*?)(?:\\[ ,;!]|~|\s)*{TEXT_COMMAND}\{{(?P<words>[^{{}}]*)\}}\s?(?P<power>\^\{{?[23]\}}?)?\s?\.?", re.DOTALL
 )
 TRAILING_WORDS = re.compile(
-    r"(?P<body>.*?[0-9)}\]])(?P<space>(?:\\[ ,;!]|~|\s)*)(?P<words>[A-Za-z](?:[A-Za-z'/. -]*[A-Za-z])?)\s?(?P<power>\^\{?[23]\}?|[²³])?\.?",
+    r"(?P<body>.*?(?:[0-9)}\]]|(?:π|\\pi(?![A-Za-z]))(?=[^A-Za-z]*(?:[A-Za-z]{3}|(?:cm|mm|km|ft|in|yd|mi|sq|cu)(?![A-Za-z])))))"
+    r"(?P<space>(?:\\[ ,;!]|~|\s)*)(?P<words>[A-Za-z](?:[A-Za-z'/. -]*[A-Za-z])?)\s?(?P<power>\^\{?[23]\}?|[²³])?\.?",
     re.DOTALL,
 )
+POWER_WITHIN = re.compile(r"(?P<words>.*[A-Za-z.])\s?(?P<power>\^\s?\{?[23]\}?|[²³])\s*\.?\s*", re.DOTALL)
+NO_UNIT = re.compile(r"[^A-Za-z\s./'-]|\b[ap]\.\s?m\b")
+"""What stands in no unit that is read: digits, letters with a prefix's meaning as in ``μm``, the halves of a day."""
+FORMULAS = re.compile(
+    r"(?<![0-9\\$])(\$\$?)(?=[^\s$])((?:\\\$|[^$])*?)(?<=\S)(?<!\\)\1(?![0-9$])|(?<!\\)\\\((.*?)\\\)", re.DOTALL
+)
+"""Between signs that open before and close behind what is no blank, as those of money, ``$5 and $6``, do not."""
 PERCENT = re.compile(r"(?P<body>.*?)\s?\\?%\.?", re.DOTALL)
-DEGREES = re.compile(r"\s?(?:\^\s?\\circ|\^\{\s?\\circ\s?\}|°)(?![A-Za-z])")
+DEGREES = re.compile(r"\s?(?:\^\s?\\circ(?![A-Za-z])|\^\{\s?\\circ\s?\}|°)")
 TRIGONOMETRIC = re.compile(r"(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])")
 """Degrees behind one of these belong to its argument."""
 SCALE = re.compile(r"\s?(?:\\?\s)*(?:\\(?:text|mathrm)\{\s?)?([CF])\}?\.?")
-COMMAND_BEFORE = re.compile(r"\\[A-Za-z]*$")
+TEXT_BEGUN = re.compile(rf"{TEXT_COMMAND}\{{\s*$")
+RATE = re.compile(r"(?<=[0-9])\s?/\s?(?=[A-Za-z]{3})([A-Za-z]+)(?=\.?$)")
+"""``5/hour``, but not ``5/h``, which may be a fraction."""
+TOLD_IN_ALL = re.compile(r"\s+in (?:total|all)(?=\s*\}?\s*\.?$)")
+NUMBER_WITHIN = re.compile(r"[0-9π]|\\pi(?![A-Za-z])")
 WORD = re.compile(r"[A-Za-z]+")
+DRESS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), ('"', '"'), ("“", "”"))
+DRESSED = "".join({left[0] for left, _ in DRESS})
+BOXED = re.compile(r"\\boxed\s?\{(.*)\}", re.DOTALL)
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 ROUGHLY = re.compile(r"[^0-9A-Za-z~]*~")
 """A tilde before a number says "about"; behind one it is LaTeX's space."""
 
@@ -140,6 +156,7 @@ INVARIABLE = frozenset({"fish", "sheep", "deer", "cattle", "police"}) | ALL_TOLD
 BEHIND_A_MEASURE = frozenset({"old", "tall", "long", "wide", "deep", "high"}) | ALL_TOLD
 """Words that leave a measure what it is: 12 years old, 20 dollars left."""
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
+_SIGNS_BEHIND = {**_CURRENCIES, "¢": "cent", '"': "inch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +185,39 @@ def changes_the_value(word: str) -> bool:
 
 def plain_text(text: str) -> str:
     r"""The answer without markup that leaves an answer what it is: ``$...$``, ``**...**``, ``\$``, ``{,}``, unusual dashes and spaces."""
-    text = text.translate(DASHES).strip()
+    text = _without_formulas(text.translate(DASHES).strip())
     undressed = None
-    while text != undressed:
+    while text != undressed and text[:1] in DRESSED:
         undressed = text
-        for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`")):
-            if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
+        for left, right in DRESS:
+            dressed = len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right)
+            if dressed and not (left == '"' and '"' in text[1:-1]):
                 text = text[len(left) : -len(right)].strip()
-    for written, meant in (("{,}", ","), ("\\$", "$"), ("\\%", "%")):
-        text = text.replace(written, meant)
-    text = re.sub(r"\\!\s*", "", text)
-    return re.sub(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", "", text).strip()
+        if text.startswith("\\boxed") and text.endswith("}"):
+            text = _unboxed(text)
+    text = TOLD_IN_ALL.sub("", text.replace("{,}", ","))
+    if "\\" in text:
+        text = re.sub(r"\\!\s*", "", text.replace("\\$", "$").replace("\\%", "%"))
+        text = re.sub(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", "", text)
+    return text.strip()
+
+
+def _without_formulas(text: str) -> str:
+    r"""``5 cm`` for ``$5$ cm``; as it is where a dollar sign is left, which may stand for money as may all others."""
+    if text.count("$") < 2 and "\\(" not in text:
+        return text
+    bare = text.replace("$,$", "$, $").replace("\\),\\(", "\\), \\(")  # that comma sets no thousands apart
+    bare = FORMULAS.sub(lambda formula: formula[2] or formula[3], bare)
+    return text if "$" in bare.replace("\\$", "") else bare
+
+
+def _unboxed(text: str) -> str:
+    boxed, depth = BOXED.fullmatch(text), 0
+    for brace in BRACES.findall(boxed[1]) if boxed else ():
+        depth += (brace == "{") - (brace == "}")
+        if depth < 0:  # it closes before the end
+            return text
+    return boxed[1].strip() if boxed and depth == 0 and boxed[1].strip() else text
 
 
 def split_unit(text: str) -> tuple[str, str | None, int, bool]:
@@ -187,7 +226,7 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
 
     The unit is ``""`` where a word follows that changes the value, and ``None`` where there is none.
     """
-    text = text.strip()
+    text = RATE.sub(_per, text.strip()) if "/" in text else text.strip()
     currency = CURRENCY_BEFORE.fullmatch(text)
     if currency and (rest := currency["rest"]) and "$" not in rest:
         body, unit, words, _ = split_unit(rest)
@@ -195,28 +234,32 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
         unit = name if unit in (None, name) or unit in ALL_TOLD else f"{name} {unit}" if unit.startswith("per ") else ""
         both_signs = currency["sign"] and body[:1] in "+-"
         return currency["sign"] + body, "" if both_signs else unit, max(words, 1), False
-    if text[-1:] in _CURRENCIES and len(text) > 1 and "$" not in text[:-1]:
-        return text[:-1].rstrip(), _CURRENCIES[text[-1]], 1, False
+    if text[-1:] in _SIGNS_BEHIND and len(text) > 1 and "$" not in text[:-1]:
+        return text[:-1].rstrip(), _SIGNS_BEHIND[text[-1]], 1, False
     if percent := PERCENT.fullmatch(text):
         return percent["body"], "percent" if "%" not in percent["body"] else "", 1, False
     if (degrees := DEGREES.search(text)) and not TRIGONOMETRIC.search(text[: degrees.start()]):
         if scale := SCALE.fullmatch(text[degrees.end() :]):
-            return text[: degrees.start()], {"C": "celsius", "F": "fahrenheit"}[scale[1]], 1, False
+            body = TEXT_BEGUN.sub("", text[: degrees.start()])  # \text{°C}
+            return body.rstrip(), {"C": "celsius", "F": "fahrenheit"}[scale[1]], 1, False
         return DEGREES.sub("", text).removesuffix("."), "degree", 1, False
-    if (match := TRAILING_TEXT.fullmatch(text)) and re.search("[0-9]", match["body"]):
+    if (match := TRAILING_TEXT.fullmatch(text)) and NUMBER_WITHIN.search(match["body"]):
         unit, named, body = _unit_of(match["words"], match["power"]), WORD.findall(match["words"]), match["body"].strip()
         return (text, None, 0, False) if unit is None else (body, unit, len(named), unit != "" and not _counted(named, body))
     match = TRAILING_WORDS.fullmatch(text)
-    if match is None or COMMAND_BEFORE.search(match["body"]):
-        return text, None, 0, False
-    return _split_words(text, match)
+    return (text, None, 0, False) if match is None else _split_words(text, match)
+
+
+def _per(rate: re.Match[str]) -> str:
+    return f" per {rate[1]}" if rate[1].lower() in MEASURES else rate[0]
 
 
 def _split_words(text: str, match: re.Match[str]) -> tuple[str, str | None, int, bool]:
     """``split_unit`` where bare words follow: several only where each is known, one that is not known only behind a number."""
     body, named = match["body"], match["words"]
     *before, last = words = WORD.findall(named)
-    if before and last.lower() in BEHIND_A_MEASURE and all(word.lower() in MEASURES for word in before):
+    measured = bool(before) and all(word.lower() in MEASURES for word in before)
+    if last.lower() in (BEHIND_A_MEASURE if measured else ALL_TOLD if len(before) == 1 else ()):
         named, words = named.removesuffix(last).rstrip(), before
     known = all(word.lower() in MEASURES for word in words)
     word = words[0]
@@ -251,7 +294,9 @@ def _counted(words: list[str], body: str) -> bool:
 
 
 def _unit_of(text: str, power: str | None) -> str | None:
-    """The unit in its normal form; ``""`` where a word changes the value; ``None`` where there are no words."""
+    """The unit in its normal form; ``""`` where a word changes the value or is not read; ``None`` where there are no words."""
+    if power is None and (within := POWER_WITHIN.fullmatch(text)):
+        text, power = within["words"], within["power"]
     if any(
         word.lower() in OTHERWISE_IN_CAPITALS and not word.islower() and word not in ("L", "mL") for word in WORD.findall(text)
     ):
@@ -260,13 +305,14 @@ def _unit_of(text: str, power: str | None) -> str | None:
     words = WORD.findall(text)
     if not words:
         return "" if power or text.strip(" .") else None
-    if re.search("[0-9]", text) or re.search(r"\b[ap]\.\s?m\b", text) or any(changes_the_value(word) for word in words):
+    if NO_UNIT.search(text) or any(changes_the_value(word) for word in words):
         return ""
     if len(words) == 1 and len(words[0]) == 1 and words[0] not in MEASURES:
         return ""
     names = [_singular(word) for word in words]
-    if power:
-        names.insert(0, "square" if power.strip("^{}") in "2²" else "cubic")
+    if power:  # of metres per second squared it is the seconds'
+        place = len(names) - names[::-1].index("per") if "per" in names else 0
+        names.insert(place, "square" if power.strip("^{} ") in "2²" else "cubic")
     joined = " ".join(names).replace("mph", "mile per hour").replace("kmh", "kilometer per hour")
     return joined.replace("degree celsius", "celsius").replace("degree fahrenheit", "fahrenheit")
 
