@@ -50,14 +50,18 @@ TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textnormal|textrm)\s?\{\
 AND_OR = re.compile(r"(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\s,])(?:and|or)(?=\s))\s*")
 SIGNS: Mapping[str, str] = {
     "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+    "⋅": r"\cdot ", "∙": r"\cdot ", "⁄": "/", "∕": "/",
     "≈": r"\approx ", "∼": r"\approx ", "≃": r"\approx ", "≅": r"\approx ", "≐": r"\approx ",
 }  # fmt: skip
-ROOT = re.compile(r"√\s?(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))")
+SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
+RAISED, LOWERED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+ROOT = re.compile(r"√\s?(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
 REWRITTEN = tuple(
     (re.compile(pattern), meant)
     for pattern, meant in (
         (r"\\(?:left|right|displaystyle|limits|big|Big|bigg|Bigg)(?![A-Za-z])", ""),
+        (r"\\(?:boxed|fbox) ?(?=\{)", ""),  # math-verify reads nothing else than what is in the box
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
         (r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -69,9 +73,12 @@ REWRITTEN = tuple(
         (r">\s?=", r"\\ge "),
         (r"<\s?=", r"\\le "),
         (r"!=", r"\\ne "),
-        (r"^\s*\\(?:therefore|implies)(?![A-Za-z])\s*", ""),
-        (r"\^\{\s?([0-9A-Za-z]|\\circ)\s?\}", r"^\1"),
-        (r"_\{\s?([0-9]+|[A-Za-z])\s?\}", r"_\1"),
+        (r"^\s*(?:\\(?:therefore|implies)(?![A-Za-z])|=(?![=<>]))\s*", ""),
+        (r"\^ ?(-[0-9]+)(?![0-9./])", r"^{\1}"),
+        (r"\^\{\s?\\circ\s?\}|\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"\^\{\s?([0-9A-Za-z])\s?\}(?!\s?[0-9])", r"^\1"),
+        (r"(?<!\\log)_\{\s?([0-9]+|[A-Za-z])\s?\}(?!\s?[0-9])", r"_\1"),
+        (r"\\log\s?_\s?([0-9A-Za-z])(?![0-9])", r"\\log_{\1}"),  # math-verify reads log_10 5 as 5 times log_1 0
         (r"\(([0-9A-F]+)\)_", r"\1_"),
         (r"(?<=[0-9])\s+(?=i(?![A-Za-z]))", ""),
         (r"(?<!\\)\{\s?([0-9]{1,3}(?:,[0-9]{3})+)\s?\}", lambda found: "{" + found[1].replace(",", "") + "}"),
@@ -86,7 +93,7 @@ UNREADABLE = re.compile(
     r"\\text\s?\{|[^\x00-\x7f]|[0-9]\s*\^\s*\{?\s*(?:st|nd|rd|th)(?![a-z])|"
     # Derivatives, transposes and adjoints; remainders, what is not printed, negations; degrees within; products that may not commute;
     # letters' common divisors and multiples, and signs that are read as letters or as an equals sign.
-    r"'|\\(?:prime|[bp]?mod|[hv]?phantom|not|neg|lnot|cancel|sout)(?![A-Za-z])|\^\s*\{?\s*(?:T|\*|\\(?:circ|top|ast|dag|dagger))(?![A-Za-z])|"
+    r"['\"]|\\(?:prime|[bp]?mod|[hv]?phantom|not|neg|lnot|cancel|sout)(?![A-Za-z])|\^\s*\{?\s*(?:T|\*|\\(?:circ|top|ast|dag|dagger))(?![A-Za-z])|"
     r"\^\s*\{\s*\(\s*(?:[0-9]+|[a-z])\s*\)\s*\}|(?<![\\A-Za-z])[A-Za-z]\s*\\times\s*[A-Za-z](?![A-Za-z])|"
     r"\\frac\s*\{\s*(?:d|\\partial)\s*[A-Za-z\\^][^{}]*\}\s*\{\s*(?:d|\\partial)\s*[A-Za-z\\]|\\(?:partial|equiv|angle|measuredangle)(?![A-Za-z])|"
     r"\\(?:gcd|lcm|operatorname\{(?:gcd|lcm)\})\s*\([^()]*[A-Za-z]"
@@ -117,6 +124,8 @@ NAMING_WORDS = frozenset(
     )
 )
 """Words that may stand before an equals sign, because whatever they name is what follows it."""
+CAPITALS_ASIDE = re.compile("[A-Za-z][a-z]{2,}|[Nn]o")
+"""A word that is the same one with another first letter."""
 COMMANDS = re.compile(r"\\[A-Za-z]+")
 THOUSANDS = re.compile("[0-9],[0-9]{3}(?![0-9])")
 DIGITS = re.compile("[0-9]+")
@@ -158,9 +167,12 @@ def _normal(text: str) -> str:
         text = bare
     whole = WHOLLY_TEXT.fullmatch(text)
     text = whole[1].strip() if whole else text
-    text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
-    for sign, command in SIGNS.items():
-        text = text.replace(sign, command)
+    if not text.isascii():
+        text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
+        text = RAISED.sub(lambda match: f"^{{{match[0].translate(SMALL)}}}", text)
+        text = LOWERED.sub(lambda match: f"_{{{match[0].translate(SMALL)}}}", text)
+        for sign, command in SIGNS.items():
+            text = text.replace(sign, command)
     for pattern, meant in REWRITTEN:
         text = pattern.sub(meant, text)
     return AND_OR.sub(", ", LAST_STOP.sub("", " ".join(text.split()))).strip()
@@ -174,9 +186,18 @@ def _same_text(left: str, right: str) -> bool:
     return left == right
 
 
+def _same_word(answer: str, reference: str) -> bool:
+    """Whether both are one word, capitals aside: ``true`` and ``True``. Letters that may be a product, as ``ab``, are told apart."""
+    if not CAPITALS_ASIDE.fullmatch(reference) or answer.lower() != reference.lower():
+        return False
+    return not answer.isupper() or not reference.islower() or reference in ("yes", "no", "true", "false")
+
+
 def _equal(answer: str, reference: str, timeout_s: float) -> bool:
     if _same_text(answer, reference):
         return bool(answer)
+    if _same_word(answer, reference):
+        return True
     times = time_of_day(answer), time_of_day(reference)
     if times != (None, None):
         return times[0] == times[1]
@@ -188,6 +209,9 @@ def _equal(answer: str, reference: str, timeout_s: float) -> bool:
     measured = read_quantity(answer), read_quantity(reference)
     if measured[0] is not None and measured[1] is not None:
         return quantities_equal(measured[0], measured[1])
+    listed = _measured_list(answer), _measured_list(reference)
+    if listed[0] is not None and listed[1] is not None:
+        return same_unit(listed[0][1], listed[1][1]) and listed[0][0] == listed[1][0]
     (answer, unit), (reference, expected) = _measured(answer), _measured(reference)
     if not same_unit(unit, expected) or not answer or not reference:
         return False
@@ -197,6 +221,15 @@ def _equal(answer: str, reference: str, timeout_s: float) -> bool:
     if members[0] and members[1]:
         return answer[0] == reference[0] and _equal(answer[members[0].end() :], reference[members[1].end() :], timeout_s)
     return _ask(answer, reference, timeout_s)
+
+
+def _measured_list(text: str) -> tuple[Counter[Fraction], str | None] | None:
+    """The numbers of a list and the unit of each, ``5 cm, 6 cm``; ``None`` for what is no list or has several units."""
+    quantities = [read_quantity(item) for item in _list(text)] if "," in text or ";" in text else []
+    found = [quantity for quantity in quantities if quantity is not None and not quantity.tight]
+    if len(found) < max(2, len(quantities)) or len({quantity.unit for quantity in found}) > 1:
+        return None
+    return Counter(Fraction(quantity.value) for quantity in found), found[0].unit
 
 
 def _measured(text: str) -> tuple[str, str | None]:
@@ -238,20 +271,18 @@ def _equations_equal(answer: str, reference: str, timeout_s: float) -> bool:
 
 
 def _lists_equal(answer: list[str], reference: list[str], timeout_s: float) -> bool:
-    """Whether lists with names are equal: the same names with equal values in any order, or one name (``x = 1, x = 2``)
-    for a list without."""
+    """Whether lists with names are equal: the same names with equal values in any order, or the values of one name (``x = 1, x = 2``,
+    ``x = \\pm 1``) as a list, with the name or without."""
     said, asked = _named(answer), _named(reference)
-    if said is None or asked is None or len(said) != len(asked):
+    if said is None or asked is None:
         return False
     names, expected = [name for name, _ in said], [name for name, _ in asked]
-    if any(expected):
-        order = sorted(range(len(said)), key=lambda i: names[i]), sorted(range(len(asked)), key=lambda i: expected[i])
-        if sorted(names) != sorted(expected) or len(set(names)) < len(names):
-            return False
-        return all(_equal(said[i][1], asked[j][1], timeout_s) for i, j in zip(*order, strict=True))
-    if len(set(names) - {""}) > 1:
+    if len({*names, *expected} - {""}) < 2:
+        return _equal(", ".join(value for _, value in said), ", ".join(value for _, value in asked), timeout_s)
+    if sorted(names) != sorted(expected) or len(set(names)) < len(names):
         return False
-    return _equal(", ".join(value for _, value in said), ", ".join(value for _, value in asked), timeout_s)
+    order = sorted(range(len(said)), key=lambda i: names[i]), sorted(range(len(asked)), key=lambda i: expected[i])
+    return all(_equal(said[i][1], asked[j][1], timeout_s) for i, j in zip(*order, strict=True))
 
 
 def _named(items: list[str]) -> list[tuple[str, str]] | None:
@@ -364,7 +395,7 @@ def _brackets(text: str) -> str:
 def _same_members(answer: str, reference: str) -> bool:
     """Whether there are as many members on both sides, each as often: math-verify compares lists as sets, which those in braces are."""
     left, right = (ELEMENT_OF.sub("", text) for text in (answer, reference))
-    if left[:1] in "\\{" and right[:1] in "\\{" and left[-1:] == right[-1:] == "}" and "," in left and "," in right:
+    if all(text.startswith(("{", "\\{")) and text.endswith("}") and "," in text for text in (left, right)):
         return True
     members, expected = _members(left), _members(right)
     signs = [len(SEVERAL_SIGNS.findall(member)) for member in (*members, *expected)]
