@@ -151,11 +151,11 @@ def generate(
 ) -> Any:
     """A model's answer to ``prompt``, or to each of several: a text, or a list of them. With tools or an environment its last turn.
 
-    ``model``: its folder, a run's, a `RunResult`, or a name. ``overrides``: settings on top, as `load_config` takes them; a run's own tools
-    and environment need ``model.trust_remote_code=true``. ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the one
-    it was trained with. ``max_tokens``: by default what it was trained with, else 512. ``seed``: the same gives the same answer; the
-    second of equal prompts is answered with ``seed + 1``, and so on. Raises ConfigError or ModelError, also for a prompt longer than the
-    model's context.
+    ``model``: its folder, a run's, a `RunResult`, or a name. ``overrides``: settings on top, as `load_config` takes them, but for
+    ``rollout.temperature``, which is ``temperature`` here; a run's own tools and environment need ``model.trust_remote_code=true``.
+    ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the one it was trained with. ``max_tokens``: by default what
+    it was trained with, else 512. ``seed``: the same gives the same answer; the second of equal prompts is answered with ``seed + 1``, and
+    so on. Raises ConfigError or ModelError, also for a prompt longer than the model's context.
     """
     from groupwise.chat import answer_of, make_speaker, settings_to_ask
     from groupwise.models.embedded import fetch_model

@@ -186,6 +186,7 @@ def settings_to_ask(
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"max_tokens is {max_tokens}, but an answer has 1 or more: raise it, or leave it out")
     check_text(system or "", "the system prompt")
+    given = read_overrides(overrides)
     config, run_config = settings_for_model(model, overrides)
     if run_config is not None and config.rollout.command is not None:  # the agent asks, not who talks to the model
         config = _without_environment(config)
@@ -193,9 +194,10 @@ def settings_to_ask(
         refuse_named_code(config, run_config, data=False)
     if system is not None:
         config.prompt.system = system
-    elif run_config is None:
+    elif run_config is None and "prompt.system" not in given:
         config.prompt.system = "none"
-    return config, max_tokens or (LONGEST_ANSWER if run_config is None else config.rollout.max_completion_tokens)
+    limited = run_config is not None or "rollout.max_completion_tokens" in given
+    return config, max_tokens or (config.rollout.max_completion_tokens if limited else LONGEST_ANSWER)
 
 
 def _without_environment(config: Config) -> Config:

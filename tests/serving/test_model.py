@@ -135,3 +135,10 @@ def test_the_command_serves_until_ctrl_c(tiny_folder):
             assert process.wait(timeout=60) == 130
         finally:
             process.kill()
+
+
+def test_overrides_act_where_no_run_made_the_model(tiny_folder):
+    assert settings_to_ask(str(tiny_folder))[0].prompt.system == "none"
+    config, longest = settings_to_ask(str(tiny_folder), {"prompt.system": "boxed", "rollout.max_completion_tokens": 64})
+    assert (config.prompt.system, longest) == ("boxed", 64)
+    assert settings_to_ask(str(tiny_folder), {"prompt.system": "boxed"}, system="none", max_tokens=3)[0].prompt.system == "none"

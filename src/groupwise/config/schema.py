@@ -403,7 +403,7 @@ class TrainingConfig(Section):
     seed: int = 0
     """Seed of all that is random in the run."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens in one pass. Memory and speed depend on it; the gradient does not."""
+    """Most tokens in one pass. Memory and speed depend on it, the gradient but for rounding does not."""
     sharding: Literal["auto", "none", "fsdp2", "zero2", "zero3"] = "auto"
     """What several processes divide. `fsdp2` (PyTorch) and `zero3` (DeepSpeed): weights, reference and optimiser state.
     `zero2`: the last alone. `auto` follows `accelerate launch`, else `none`."""
