@@ -65,6 +65,8 @@ def run_case(name, model, folder, arguments, resume=None, adapter=False, evaluat
         tokenizer.chat_template += "{# calls are JSON in <tool_call> #}"
         more = {"processing_class": tokenizer, "environment_factory": Kept}
         data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    if RANK == 0:  # of an earlier run; the other process waits for this one
+        (out / "prepared").unlink(missing_ok=True)
     args = GRPOConfig(output_dir=str(out), **arguments)
     with args.main_process_first(desc="the data"):
         assert RANK == 0 or (out / "prepared").exists()

@@ -71,7 +71,7 @@ def test_the_reference_is_renewed_at_the_start_of_each_outer_iteration(outer, st
     """Steps from 0; the first iteration begins with the reference that was just made."""
     renewed = []
     config = config_of(algorithm={"kl": {"beta": 0.1, "reference_updates": outer}}, training={"steps": steps})
-    learner, writer = SimpleNamespace(renew_reference=renewed.append), SimpleNamespace(finish=lambda: None)
+    learner, writer = SimpleNamespace(renew_reference=renewed.append), SimpleNamespace(finish=lambda *, copies: None)
     run = SimpleNamespace(config=config, learner=learner, writer=writer)
     for step in range(steps):
         Run.renew_reference_if_due(run, step)
