@@ -116,16 +116,17 @@ def test_a_failure_in_the_background_is_told_and_ends_nothing(tmp_path, monkeypa
         writer.write(snapshot())
 
 
-@pytest.mark.parametrize("is_copy", [True, False])
-def test_learning_waits_for_what_is_written_from_its_own_weights_alone(tmp_path, monkeypatch, is_copy):
+@pytest.mark.parametrize(("is_copy", "on_gpu"), [(True, True), (False, True), (True, False)])
+def test_learning_waits_for_what_is_written_from_its_own_weights_or_memory(tmp_path, monkeypatch, is_copy, on_gpu):
     go_on = threading.Event()
     monkeypatch.setattr(checkpoints, "write_snapshot", lambda *words, **more: go_on.wait(60))
-    writer = CheckpointWriter(tmp_path, 2, False, in_background=True)
+    writer = CheckpointWriter(tmp_path, 2, False, in_background=True, beside_learning=on_gpu)
     writer.begin(snapshot(copy=SimpleNamespace(is_copy=is_copy)))
     learning = threading.Thread(target=writer.finish, kwargs={"copies": False})
     learning.start()
-    learning.join(60 if is_copy else 0.2)
-    assert learning.is_alive() == (not is_copy)
+    goes_on = is_copy and on_gpu
+    learning.join(60 if goes_on else 0.2)
+    assert learning.is_alive() == (not goes_on)
     assert writer.is_writing
     go_on.set()
     learning.join()

@@ -451,7 +451,7 @@ class OutputConfig(Section):
     checkpoint_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes only the final model."""
     checkpoint_in_background: bool = True
-    """Sample the next batch while a thread writes; on GPUs, and of divided weights, learn from it too."""
+    """Sample the next batch while a thread writes; on GPUs, learn from it too."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept."""
     adapter_only: bool = False

@@ -170,8 +170,8 @@ third). On a GPU where its blocks may grow 5% were measured, on one H200. Beside
 
 def phases(setup: Setup) -> list[Phase]:
     """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the
-    next batch is sampled, and a copy while it is learnt from) and the final model, in the steady state (the moments exist). ``learning`` is
-    the fullest moment of a pass; the output head's is given beside it where it is another one."""
+    next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the
+    output head's is given beside it where it is another one."""
     passing = {"sampling": sampling(setup)}
     data = setup.config.data
     if data.holdout or not data.holds_out or is_prepared(data.source):
@@ -180,14 +180,13 @@ def phases(setup: Setup) -> list[Phase]:
         passing["reference"] = _reference_pass(setup)
     beside = _beside(setup, passing["sampling"]) if setup.ahead else []
     output = setup.config.output
-    copied = _checkpoint(setup) if output.checkpoint_every and output.checkpoint_in_background else []
-    moments = [[*items, *beside, *copied] for items in _learning(setup)]
+    moments = [[*items, *beside] for items in _learning(setup)]
     fullest = max(moments, key=lambda items: sum(item.bytes for item in items))
     if fullest is not moments[0]:
         passing["output head"] = moments[0]
     passing |= {
         "learning": fullest,
-        "optimiser step": [*_all_gradients(setup), *exchange_buffers(setup), *flat_gradient(setup), *beside, *copied],
+        "optimiser step": [*_all_gradients(setup), *exchange_buffers(setup), *flat_gradient(setup), *beside],
     }
     if output.checkpoint_every:
         written = [*_checkpoint(setup), *(passing["sampling"] if output.checkpoint_in_background else ())]
@@ -304,10 +303,12 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
 
 def gathered_bytes(setup: Setup) -> int:
     """Bytes of the machine's own memory in which the first process brings a divided run together for a checkpoint: what that holds, and
-    the base beneath an adapter, which it does not."""
+    the base beneath an adapter, which it does not. On GPUs also the weights that are collected for vLLM while it is being written."""
     if not (divided(setup, "weights") or divided(setup, "optimiser")):
         return 0
-    return disk_bytes(setup)[0] + (setup.weights if setup.adapted else 0)
+    beside = setup.device == "cuda" and setup.config.output.checkpoint_in_background
+    pushed = setup.weights if setup.by_vllm and beside else 0
+    return disk_bytes(setup)[0] + (setup.weights if setup.adapted else 0) + pushed
 
 
 def _beside(setup: Setup, sampling: list[Item]) -> list[Item]:

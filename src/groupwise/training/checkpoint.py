@@ -4,8 +4,8 @@ Problem order and sampling need no state: they are functions of seed and step. A
 leaves ``step-N-update-K``, with the batch in it. How the files lie on the disk is ``checkpoint_folder``'s.
 
 A thread writes the state while the next batch is sampled. Sampling changes neither weights nor optimiser, so on a CPU they are written
-from where they are, and learning waits for it (``finish``). On a GPU, and of divided weights, a copy in the machine's memory is written,
-while the run goes on to the next checkpoint.
+from where they are, and learning waits for it (``finish``), as it does for a copy of divided weights, whose memory it needs. On a GPU a
+copy in the machine's memory is written, while the run goes on to the next checkpoint.
 """
 
 from __future__ import annotations
@@ -209,11 +209,13 @@ _SPARE = 1.25
 class CheckpointWriter:
     """One checkpoint at a time: the next waits for the one before. What went wrong is told by ``news``, and ends nothing."""
 
-    def __init__(self, folder: Path, keep: int, keep_best: bool, in_background: bool) -> None:
+    def __init__(self, folder: Path, keep: int, keep_best: bool, in_background: bool, beside_learning: bool = True) -> None:
+        """``beside_learning``: whether a copy does not lie in the memory that learning takes, which then need not wait for it."""
         self.folder, self.keep, self.keep_best, self.in_background = folder, keep, keep_best, in_background
+        self.beside_learning = beside_learning
         self._thread: threading.Thread | None = None
-        self._of_copy = False
-        """Whether what is being written is nothing that learning changes."""
+        self._beside = False
+        """Whether what is being written is nothing that learning need wait for."""
         self._tokenizer: Any = None
         self._told_of_memory = False
         self._news: list[str] = []
@@ -232,7 +234,7 @@ class CheckpointWriter:
         if self._tokenizer is None:  # not the one in use: its Rust part refuses to be used by two threads at once
             self._tokenizer = copy.deepcopy(snapshot.policy.tokenizer)
         copied = snapshot.copied(self._tokenizer)
-        self._of_copy = copied.is_copy
+        self._beside = copied.is_copy and self.beside_learning
         self._thread = threading.Thread(target=self._try, args=(copied,), name="checkpoint")
         self._thread.start()
 
@@ -242,8 +244,8 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self, *, copies: bool = True) -> None:
-        """Wait until nothing is being written; without ``copies``, until nothing is that learning changes."""
-        if self._thread is not None and (copies or not self._of_copy):
+        """Wait until nothing is being written; without ``copies``, until nothing is that learning must wait for."""
+        if self._thread is not None and (copies or not self._beside):
             self._thread.join()
             self._thread = None
             release_freed_memory()  # a thread's own heap is of no use to the next one

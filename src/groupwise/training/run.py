@@ -115,8 +115,9 @@ class Run:
         self.budget = PassBudget(tokens, fixed=self.sharding.divides_weights, tell=self.notices.note)
         output = self.config.output
         self.writer = CheckpointWriter(
-            self.folder.checkpoints, output.keep_checkpoints, output.keep_best, output.checkpoint_in_background
-        )
+            self.folder.checkpoints, output.keep_checkpoints, output.keep_best, output.checkpoint_in_background,
+            beside_learning=self.scorer.device.type != "cpu",
+        )  # fmt: skip
 
     def close(self) -> None:
         if self.ahead is not None:
