@@ -237,6 +237,14 @@ def test_a_checkpoint_that_lacks_what_the_settings_need_is_not_called_damaged(sm
         load_checkpoint(saved, with_reference.learner)
 
 
+def test_a_file_that_went_since_the_checkpoint_was_chosen_is_damage(small_config, letters, quiet, tmp_path):
+    run = begun(small_config(), letters, quiet, tmp_path / "run")
+    saved = save(tmp_path / "kept", 1, run, keep=1)
+    (saved / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"step-1 cannot be read \(optimizer.safetensors is missing\)"):
+        load_checkpoint(saved, run.learner)
+
+
 def test_a_save_that_was_killed_leaves_the_one_before_and_can_be_repeated(small_config, letters, quiet, tmp_path, monkeypatch):
     run = begun(small_config(), letters, quiet, tmp_path / "run")
     kept = tmp_path / "kept"

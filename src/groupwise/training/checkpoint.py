@@ -29,6 +29,7 @@ from groupwise.models.load import Policy, copy_to_cpu, save_model
 from groupwise.models.saving import size_bytes, write_tensors
 from groupwise.training.checkpoint_folder import (
     STATE,
+    damage,
     is_sound,
     put_in_place,
     read_state,
@@ -187,6 +188,8 @@ def restore_state(checkpoint: Path, learner: Learner, state: Mapping[str, Any]) 
             tensors = checkpoint / f"{_PART}{name}.safetensors"
             part.load_checkpoint_state(load_file(tensors) if tensors.is_file() else {}, state.get("parts", {}).get(name, {}))
     except (FileNotFoundError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, FileNotFoundError) and (fault := damage(checkpoint, others=True)) is not None:  # since it was chosen
+            raise unreadable(checkpoint, fault) from error
         raise CheckpointError(
             f"the checkpoint {checkpoint} is whole, but does not hold what these settings need ({error}): take back what was changed "
             "(algorithm.kl, algorithm.value, optimizer.precision, the model), or start a new run"
