@@ -346,8 +346,10 @@ def test_vllm_in_this_process_is_on_the_first_gpu(monkeypatch, tiny_llama):
     rollout, config = RolloutConfig(engine="vllm"), tiny_llama().config
     for device in ("auto", "cuda", "cuda:0", "cpu"):
         check_vllm(rollout, config, "a/b", device)
-    with pytest.raises(ConfigError, match=r"model.device is cuda:1, .* CUDA_VISIBLE_DEVICES=1"):
-        check_vllm(rollout, config, "a/b", "cuda:1")
+    for visible, gpu in (("", "1"), ("2,5", "5"), ("2", "1")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(ConfigError, match=rf"model.device is cuda:1, .* CUDA_VISIBLE_DEVICES={gpu} "):
+            check_vllm(rollout, config, "a/b", "cuda:1")
 
 
 def test_vllm_in_this_process_is_for_one_process(monkeypatch, tiny_llama):

@@ -362,9 +362,11 @@ def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str, device: str =
                 "(python -m groupwise.engines.vllm MODEL) and let rollout.vllm.url name it"
             )
         if (index := device.partition(":")[2]) not in ("", "0"):
+            seen = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+            gpu = seen.get(int(index), "").strip() or index  # among those that the variable leaves
             raise ConfigError(
                 f"model.device is {device}, but vLLM in the trainer's own process computes on the first GPU that it sees: set "
-                f"CUDA_VISIBLE_DEVICES={index} in the environment and model.device=cuda, or let rollout.vllm.url name a server"
+                f"CUDA_VISIBLE_DEVICES={gpu} in the environment and model.device=cuda, or let rollout.vllm.url name a server"
             )
         check_versions()
         return rollout.vllm.max_model_tokens
