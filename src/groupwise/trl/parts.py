@@ -214,7 +214,7 @@ def model_config(args: GRPOConfig, name: str) -> ModelConfig:
 
 
 def _as_stored(config: ModelConfig, args: GRPOConfig) -> ModelConfig:
-    """``dtype="auto"`` without ``bf16`` is that of the model's file, not the one that is best on this device."""
+    """``dtype="auto"`` without ``bf16`` is bfloat16 where the model's file is, else float32, not what is best on this device."""
     if config.dtype != "auto" or args.bf16:
         return config
     stored = getattr(load_model_config(config), "dtype", None)
