@@ -288,15 +288,20 @@ def test_evaluation_in_a_run_and_by_itself(tiny_folder, prompts, letters, settin
     assert {"eval_a_reward", "eval_b_reward"} <= set(both)
 
 
-def test_weights_that_a_script_writes_before_training_are_trained(load_tiny, prompts, letters, settings):
-    """Masters were made with the trainer; where nothing was written they keep what 16 bits do not hold."""
+def test_weights_that_a_script_writes_before_training_are_trained(load_tiny, prompts, letters, settings, monkeypatch):
+    """Masters were made with the trainer; where nothing was written they keep what 16 bits do not hold. Processes compare them then."""
 
     class Write(TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **kwargs):
             torch.nn.init.constant_(model.lm_head.weight[0], 0.25)
 
     trainer = GRPOTrainer(load_tiny().to(torch.bfloat16), letters, settings(max_steps=1), prompts, callbacks=[Write])
+    compared = []
+    monkeypatch.setattr(
+        trainer.learner.sharding, "check", lambda: compared.append(bool((trainer.model.lm_head.weight[0] == 0.25).all()))
+    )
     trainer.train()
+    assert compared == [True]
     kept = [master.clone() for master in trainer.learner.optimizer.masters]
     trainer.learner.optimizer.take_up()
     assert all(map(torch.equal, kept, trainer.learner.optimizer.masters))

@@ -275,6 +275,7 @@ class GRPOTrainer(Outputs):
         self.control = self._event("on_train_begin")
         if isinstance(self.learner.optimizer, MasterAdamW) and not self.learner.sharding.divides_weights:
             self.learner.optimizer.take_up()
+        self.learner.sharding.check()  # a script or a callback may have written in one process alone
         if self.args.eval_on_start:
             self.evaluate()
         epoch, first = divmod(self.state.global_step, self.schedule.updates)
