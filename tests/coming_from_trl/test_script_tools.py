@@ -536,16 +536,45 @@ def test_a_rollout_of_the_script_s_own_is_learnt_from(folder, data, arguments, s
 
 
 def test_a_rollout_s_logprobs_may_be_unknown_but_not_where_they_weigh(folder, data, arguments, scripted):
+    """Entropy is the policy's of what is learnt from: placeholders do not count in it."""
+
     def rollout(prompts, trainer):
         return scripted_rollout(prompts, trainer) | {"logprobs": None}
 
-    args = GRPOConfig(**arguments, off_policy_mask_threshold=0.1)
-    trainer = GRPOTrainer(str(folder), earned_and_more, args, data, rollout_func=rollout)
-    trainer.train()
-    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+    def half_of_them(earned, **_):
+        return [e if i >= 4 else 0.0 for i, e in enumerate(earned)]
+
+    entropies = []
+    for function, threshold in ((rollout, 0.1), (scripted_rollout, 9.0)):
+        args = GRPOConfig(**arguments, off_policy_mask_threshold=threshold)
+        trainer = GRPOTrainer(str(folder), half_of_them, args, data, rollout_func=function)
+        trainer.train()
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        assert all(math.isfinite(row["loss"]) for row in rows)
+        entropies.append(rows[0]["entropy"])
+    assert entropies[0] == pytest.approx(entropies[1])
+    assert entropies[0] > 3, "of random weights"
     args = GRPOConfig(**arguments, use_vllm=True)
     with pytest.raises(ConfigError, match="None as logprobs, but with use_vllm completions are weighted by them"):
         GRPOTrainer(str(folder), earned_and_more, args, data, rollout_func=rollout).train()
+
+
+def test_a_token_of_a_rollout_without_a_known_logprob_is_weighted_by_1(folder, data, arguments, scripted):
+    def rollout(prompts, trainer):
+        found = scripted_rollout(prompts, trainer)
+        for one in found["logprobs"]:
+            one[0] = math.nan
+        return found
+
+    args = GRPOConfig(**arguments | {"max_steps": 1}, use_vllm=True, vllm_importance_sampling_mode="token_truncate")
+    trainer = GRPOTrainer(str(folder), earned_and_more, args, data, rollout_func=rollout)
+    trainer.train()
+    (part,) = trainer._generation[1].parts.values()
+    unknown_T = part.window.batch.sampler_logprobs_T.isnan()
+    assert unknown_T.any()
+    assert (part.window.batch.correction_T[unknown_T] == 1).all()
+    assert (part.window.batch.correction_T[~unknown_T] < 1).all(), "less likely than said"
+    assert math.isfinite(trainer.state.log_history[0]["loss"])
 
 
 def test_logged_completions_hold_calls_of_any_arguments(folder, data, arguments, scripted, capsys):

@@ -317,10 +317,11 @@ class Learner:
         return metrics, {"old_logprobs_T": taken_T} if old else {}
 
     def _correction(self, view: Batch, taken_T: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-        """What the sampler's tokens are weighted by, and its metrics."""
+        """What the sampler's tokens are weighted by, and its metrics; by 1 where its log-probability is unknown (NaN)."""
         correction = self.config.algorithm.correction or CorrectionConfig()
+        old_T, sampler_T = taken_T if view.old_logprobs_T is None else view.old_logprobs_T, view.sampler_logprobs_T
         factor_T, numbers = sampler_correction(
-            taken_T if view.old_logprobs_T is None else view.old_logprobs_T, view.sampler_logprobs_T, view.sequence_T, len(view),
+            old_T, torch.where(sampler_T.isnan(), old_T.to(sampler_T.dtype), sampler_T), view.sequence_T, len(view),
             level=self.config.correction_level, mode=correction.mode, high=correction.cap,
         )  # fmt: skip
         return factor_T, {f"policy/{name}": number for name, number in numbers.items()}

@@ -175,7 +175,7 @@ class Part:
     units_per_micro_step: int
     skipped: Mean
     """Of all processes' tokens that count of completions without an advantage, which are not computed: -log of the probability with which
-    they were drawn."""
+    they were drawn, NaN where a ``rollout_func`` drew them."""
 
 
 class EntropyControl:
@@ -259,12 +259,15 @@ class EntropyControl:
 def micro_step_numbers(found: Mapping[str, Metric], skipped: Mean, loss_type: str) -> dict[str, float]:
     """Entropy, KL and clipping of one optimiser step's micro-steps, as means over its tokens.
 
-    ``skipped`` are those of completions without an advantage, which were not computed: none of them is clipped.
+    ``skipped`` are those of completions without an advantage, which were not computed: none of them is clipped. Where how they were drawn
+    is unknown (NaN) entropy is that of the others, and is left out without any.
     """
     out = {name: metric.value for name, metric in found.items() if name.startswith("loss/")}  # of a loss of the user's
     measured = found.get("detail/entropy", Mean(0.0, 0))
     assert isinstance(measured, Mean)
-    out["entropy"] = (measured.total + skipped.total) / max(1, measured.count + skipped.count)
+    drawn = measured if math.isnan(skipped.total) else measured + skipped
+    if drawn.count or not skipped.count:
+        out["entropy"] = drawn.total / max(1, drawn.count)
     for ours, theirs in (("policy/kl", "kl"), ("detail/kl_corrected", "kl")):
         if ours in found:
             out[theirs] = found[ours].value

@@ -493,7 +493,8 @@ class GRPOTrainer(Outputs):
         )  # fmt: skip
         unit_N = torch.tensor([unit_of[member] for member in window.batch.members], dtype=torch.long)
         left_out = [sampled[i] for unit in parts for i in unit if lengths[i] and not taught[i]]
-        skipped = Mean.of(-x for c in left_out for x, drawn in zip(c.logprobs, c.sampled, strict=True) if drawn)
+        unknown = math.nan if self.rollout_func else 0.0  # its logprobs may be anything
+        skipped = Mean.of(unknown - x for c in left_out for x, drawn in zip(c.logprobs, c.sampled, strict=True) if drawn)
         return Part(window, unit_N, len(parts), units, skipped)
 
     def _fill_gradients(self, passes_were_made: bool) -> None:
