@@ -1156,7 +1156,10 @@ def test_restricted_samples_are_weighted_as_trl_weighs_vllm_s(tiny_folder, promp
     assert apart_T.max() < 0, "log-probabilities of what is left of the distribution, as vLLM's processed ones"
     whole_N = torch.zeros(len(batch)).index_add_(0, batch.sequence_T, apart_T).exp()
     torch.testing.assert_close(batch.correction_T, whole_N[batch.sequence_T])
+    caplog.clear()
     batch = train(top_k=20, vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=1.0)
+    assert "ratio of the two (vllm_importance_sampling_mode='token_truncate')" in caplog.text
+    assert "near 0" not in caplog.text
     torch.testing.assert_close(batch.correction_T, (batch.old_logprobs_T - batch.sampler_logprobs_T).exp().clamp(max=1.0))
 
 

@@ -93,9 +93,10 @@ def words_about(
     if args.optim.startswith("paged"):
         yield f"optim={args.optim!r}: the optimiser's state is not paged; its numbers are the same"
     if args.restricts_sampling:
+        mode = args.vllm_importance_sampling_mode
         weighted = (
-            f"with use_vllm each one's loss is multiplied by the ratio of the two (vllm_importance_sampling_mode="
-            f"{args.vllm_importance_sampling_mode!r}), which is near 0 for long completions"
+            f"with use_vllm each one's loss is multiplied by the ratio of the two (vllm_importance_sampling_mode={mode!r})"
+            f"{', which is near 0 for long completions' if mode.startswith('sequence') else ''}"
         )
         yield (
             "repetition_penalty, min_p, top_p and top_k change what is sampled and not the log-probabilities that are trained, as in "
