@@ -28,7 +28,7 @@ from groupwise.algorithm import Objective
 from groupwise.algorithm.advantages import maxrl_advantage
 from groupwise.config.schema import OptimizerConfig
 from groupwise.engines.builtin import fast_paths
-from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
+from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, TrainingError
 from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import CompletionLog, summary_in
 from groupwise.trl.parts import GivenOptimizer
@@ -1217,6 +1217,22 @@ def test_an_update_that_overflowed_takes_no_place_in_the_schedule_of_fp16(tiny_f
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if row.get("step") == 5 and "loss" in row]
     assert row["learning_rate"] == pytest.approx(1e-3 * (2 if fp16 else 1) / 5)
+
+
+def test_a_step_that_an_error_ends_takes_no_place_in_the_schedule(tiny_folder, prompts, letters, settings, monkeypatch):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=4), prompts)
+
+    def refresh(version):
+        if version == 2:
+            raise TrainingError("nobody answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.engine, "refresh", refresh)
+        with pytest.raises(TrainingError, match="nobody answers"):
+            trainer.train()
+    trainer.train()
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+    assert [rate * 4000 for rate in rates] == pytest.approx([4, 3, 2, 1])
 
 
 def test_eight_bit_moments_and_a_base_in_four_bits(tiny_folder, prompts, letters, settings):

@@ -362,8 +362,6 @@ class GRPOTrainer(Outputs):
             self._check_optimizer()
         self.control = self._event("on_optimizer_step")
         dropped = bool(stepped["optimizer/dropped_updates"].value)
-        if not (dropped and self.args.fp16):  # as transformers goes on, where the loss scale was too large
-            self.lr_scheduler.step()
         self.engine.refresh(self.learner.updates)
         if self.learner.dropped_in_a_row >= _MOST_DROPPED:
             raise TrainingError(
@@ -380,7 +378,9 @@ class GRPOTrainer(Outputs):
             self._numbers[name].append(number)
         self._numbers["step_time"].append(time.perf_counter() - started)
         self._recent = {"grad_norm": stepped["optimizer/grad_norm"].value, "learning_rate": rate}
-        self.state.global_step += 1
+        if not (dropped and self.args.fp16):  # as transformers goes on, where the loss scale was too large
+            self.lr_scheduler.step()
+        self.state.global_step += 1  # with the schedule: what fails before has made no step
         self.state.epoch = epoch + self.schedule.share_done(update)
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
             self.learner.renew_reference()
