@@ -44,7 +44,9 @@ TRAILING_TEXT = re.compile(
     rf"(?P<body>.*?)(?:\\[ ,;!]|~|\s)*{TEXT_COMMAND}\{{(?P<words>[^{{}}]*)\}}\s?(?P<power>\^\{{?[23]\}}?)?\s?\.?", re.DOTALL
 )
 TRAILING_WORDS = re.compile(
-    r"(?P<body>.*?(?:[0-9)}\]]|(?:π|\\pi(?![A-Za-z]))(?=[^A-Za-z]*(?:[A-Za-z]{3}|(?:cm|mm|km|ft|in|yd|mi|sq|cu)(?![A-Za-z])))))"
+    # Of units in two letters only those behind π that are no product of letters: not 2\pi in, nor 2\pi ft.
+    r"(?P<body>.*?(?:[0-9)}\]]|(?:π|\\pi(?![A-Za-z]))"
+    r"(?=[^A-Za-z]*(?:[A-Za-z]{3}|[cmk]m(?![A-Za-z])|(?:sq|cu)[. ]+(?:m|[A-Za-z]{2,})(?![A-Za-z])))))"
     r"(?P<space>(?:\\[ ,;!]|~|\s)*)(?P<words>[A-Za-z](?:[A-Za-z'/. -]*[A-Za-z])?)\s?(?P<power>\^\{?[23]\}?|[²³])?\.?",
     re.DOTALL,
 )
