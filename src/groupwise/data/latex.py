@@ -124,8 +124,8 @@ NAMING_WORDS = frozenset(
     )
 )
 """Words that may stand before an equals sign, because whatever they name is what follows it."""
-CAPITALS_ASIDE = re.compile("[A-Za-z][a-z]{2,}|[Nn]o")
-"""A word that is the same one with another first letter."""
+CAPITALS_ASIDE = re.compile("[A-Za-z][a-z]{3,}|[Yy]es|[Nn]o|[Oo]dd")
+"""A word that is the same one with another first letter. Three letters may be a product: ``mgh`` and ``Mgh``."""
 COMMANDS = re.compile(r"\\[A-Za-z]+")
 THOUSANDS = re.compile("[0-9],[0-9]{3}(?![0-9])")
 DIGITS = re.compile("[0-9]+")
@@ -187,10 +187,13 @@ def _same_text(left: str, right: str) -> bool:
 
 
 def _same_word(answer: str, reference: str) -> bool:
-    """Whether both are one word, capitals aside: ``true`` and ``True``. Letters that may be a product, as ``ab``, are told apart."""
+    """Whether both are one word, but for the first letter or all in capitals: ``true``, ``True`` and ``TRUE``. Letters that may be a
+    product, as ``ab``, are told apart."""
     if not CAPITALS_ASIDE.fullmatch(reference) or answer.lower() != reference.lower():
         return False
-    return not answer.isupper() or not reference.islower() or reference in ("yes", "no", "true", "false")
+    if answer.isupper():
+        return not reference.islower() or reference in ("yes", "no", "true", "false")
+    return answer[1:] == reference[1:]
 
 
 def _equal(answer: str, reference: str, timeout_s: float) -> bool:
