@@ -22,6 +22,7 @@ SOLVED = re.compile(
     rf"{END}{LESS}[A-Za-z]{LESS}{END}|{END}{MORE}[A-Za-z]{MORE}{END}"
 )
 """A letter between bounds. Other inequalities may be the problem itself: ``x^2 < 4``."""
+COMMAND, ELEMENT_OF = re.compile(r"\\[A-Za-z]+"), re.compile(r"(.*?)\\in(?![A-Za-z])")
 
 
 def limit_memory() -> None:
@@ -53,9 +54,20 @@ def equal(answer: str, reference: str) -> bool:
     how = [LatexExtractionConfig(normalization_config=as_written)]
     # Time limits off: they would arm signal.alarm for nothing, and the parent's limit is the one that counts.
     gold, target = (parse(f"${text}$", how, parsing_timeout=None) for text in (reference, answer))
-    bounds = bool(INTERVALS.search(reference) and SOLVED.fullmatch(answer))
-    limits: dict[str, Any] = {"float_rounding": 12, "timeout_seconds": None, "allow_set_relation_comp": bounds}
+    limits: dict[str, Any] = {
+        "float_rounding": 12,
+        "timeout_seconds": None,
+        "allow_set_relation_comp": _bounds_of_the_same(answer, reference),
+    }
     return bool(gold and target and verify(gold, target, **limits)) and really_equal(gold, target)
+
+
+def _bounds_of_the_same(answer: str, reference: str) -> bool:
+    """Whether ``answer`` gives a letter bounds and ``reference`` intervals, of that letter where it names one: ``x \\in [1, 2]``."""
+    if not (INTERVALS.search(reference) and SOLVED.fullmatch(answer)):
+        return False
+    named = ELEMENT_OF.match(reference)
+    return named is None or named[1].strip() in re.findall("[A-Za-z]", COMMAND.sub("", answer))
 
 
 def really_equal(gold: list[Any], target: list[Any]) -> bool:
