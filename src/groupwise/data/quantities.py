@@ -159,6 +159,8 @@ BEHIND_A_MEASURE = frozenset({"old", "tall", "long", "wide", "deep", "high"}) | 
 """Words that leave a measure what it is: 12 years old, 20 dollars left."""
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 _SIGNS_BEHIND = {**_CURRENCIES, "¢": "cent", '"': "inch"}
+IN_INCHES = re.compile(r"(?:[^A-Za-z\\]|\\[A-Za-z]+)*[0-9)}\]]")
+"""What may stand before inches; behind letters the sign is a prime or a quotation mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +238,9 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
         unit = name if unit in (None, name) or unit in ALL_TOLD else f"{name} {unit}" if unit.startswith("per ") else ""
         both_signs = currency["sign"] and body[:1] in "+-"
         return currency["sign"] + body, "" if both_signs else unit, max(words, 1), False
-    if text[-1:] in _SIGNS_BEHIND and len(text) > 1 and "$" not in text[:-1]:
-        return text[:-1].rstrip(), _SIGNS_BEHIND[text[-1]], 1, False
+    measured = text[:-1].rstrip()
+    if text[-1:] in _SIGNS_BEHIND and measured and "$" not in measured and (text[-1] != '"' or IN_INCHES.fullmatch(measured)):
+        return measured, _SIGNS_BEHIND[text[-1]], 1, False
     if percent := PERCENT.fullmatch(text):
         return percent["body"], "percent" if "%" not in percent["body"] else "", 1, False
     if (degrees := DEGREES.search(text)) and not TRIGONOMETRIC.search(text[: degrees.start()]):
