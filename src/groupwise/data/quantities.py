@@ -54,9 +54,13 @@ POWER_WITHIN = re.compile(r"(?P<words>.*[A-Za-z.])\s?(?P<power>\^\s?\{?[23]\}?|[
 NO_UNIT = re.compile(r"[^A-Za-z\s./'-]|\b[ap]\.\s?m\b")
 """What stands in no unit that is read: digits, letters with a prefix's meaning as in ``μm``, the halves of a day."""
 FORMULAS = re.compile(
-    r"(?<![0-9\\$])(\$\$?)(?=[^\s$])((?:\\\$|[^$])*?)(?<=\S)(?<!\\)\1(?![0-9$])|(?<!\\)\\\((.*?)\\\)", re.DOTALL
+    r"(?<![0-9\\$.])(?<!\\\))(?:(\$\$?)(?=[^\s$])((?:\\\$|[^$])*?)(?<=\S)(?<!\\)\1|\\\(((?:(?!\\[()]).)*)\\\))(?![0-9$]|\.[0-9]|\\\()",
+    re.DOTALL,
 )
-"""Between signs that open before and close behind what is no blank, as those of money, ``$5 and $6``, do not."""
+"""Between signs that open before and close behind what is no blank, as those of money, ``$5 and $6``, do not; and nothing that would make
+one number with its neighbour, as in ``\(5\)6`` and ``$5$.$6$``."""
+COMMA_OF_A_LIST = re.compile(r"(?:(?<=\$)|(?<=\\\))),(?=[$\\0-9])|,(?=(?:\$|\\\()[0-9]{3})")
+"""Beside a formula, where it sets no thousands apart."""
 PERCENT = re.compile(r"(?P<body>.*?)\s?\\?%\.?", re.DOTALL)
 DEGREES = re.compile(r"\s?(?:\^\s?\\circ(?![A-Za-z])|\^\{\s?\\circ\s?\}|°)")
 TRIGONOMETRIC = re.compile(r"(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])")
@@ -210,9 +214,8 @@ def _without_formulas(text: str) -> str:
     r"""``5 cm`` for ``$5$ cm``; as it is where a dollar sign is left, which may stand for money as may all others."""
     if text.count("$") < 2 and "\\(" not in text:
         return text
-    bare = text.replace("$,$", "$, $").replace("\\),\\(", "\\), \\(")  # that comma sets no thousands apart
-    bare = FORMULAS.sub(lambda formula: formula[2] or formula[3], bare)
-    return text if "$" in bare.replace("\\$", "") else bare
+    bare = FORMULAS.sub(lambda formula: formula[2] or formula[3], COMMA_OF_A_LIST.sub(", ", text))
+    return text if "$" in bare.replace("\\$", "") or "\\(" in bare else bare
 
 
 def _unboxed(text: str) -> str:
