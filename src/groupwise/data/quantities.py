@@ -63,6 +63,8 @@ COMMA_OF_A_LIST = re.compile(r"(?:(?<=\$)|(?<=\\\))),(?=[$\\0-9])|,(?=(?:\$|\\\(
 """Beside a formula, where it sets no thousands apart."""
 PERCENT = re.compile(r"(?P<body>.*?)\s?\\?%\.?", re.DOTALL)
 DEGREES = re.compile(r"\s?(?:\^\s?\\circ(?![A-Za-z])|\^\{\s?\\circ\s?\}|°)")
+DEGREES_WITHIN = re.compile(rf"{DEGREES.pattern}\s*\.?[A-Za-z0-9]")
+"""Something else than a unit: ``f°g``, ``30°15'``, ``30°N``."""
 TRIGONOMETRIC = re.compile(r"(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])")
 """Degrees behind one of these belong to its argument."""
 SCALE = re.compile(r"\s?(?:\\?\s)*(?:\\(?:text|mathrm)\{\s?)?([CF])\}?\.?")
@@ -250,7 +252,9 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
         if scale := SCALE.fullmatch(text[degrees.end() :]):
             body = TEXT_BEGUN.sub("", text[: degrees.start()])  # \text{°C}
             return body.rstrip(), {"C": "celsius", "F": "fahrenheit"}[scale[1]], 1, False
-        return DEGREES.sub("", text).removesuffix("."), "degree", 1, False
+        if DEGREES_WITHIN.search(text):
+            return text, None, 0, False
+        return DEGREES.sub(" ", text).strip().removesuffix(".").rstrip(), "degree", 1, False
     if (match := TRAILING_TEXT.fullmatch(text)) and NUMBER_WITHIN.search(match["body"]):
         unit, named, body = _unit_of(match["words"], match["power"]), WORD.findall(match["words"]), match["body"].strip()
         return (text, None, 0, False) if unit is None else (body, unit, len(named), unit != "" and not _counted(named, body))
