@@ -52,7 +52,7 @@ TRAILING_WORDS = re.compile(
 )
 POWER_WITHIN = re.compile(r"(?P<words>.*[A-Za-z.])\s?(?P<power>\^\s?\{?[23]\}?|[²³])\s*\.?\s*", re.DOTALL)
 NO_UNIT = re.compile(r"[^A-Za-z\s./'-]|\b[ap]\.\s?m\b")
-"""What stands in no unit that is read: digits, letters with a prefix's meaning as in ``μm``, the halves of a day."""
+"""What stands in no unit that is read: digits, letters with a prefix's meaning as in ``μF``, the halves of a day."""
 FORMULAS = re.compile(
     r"(?<![0-9\\$.])(?<!\\\))(?:(\$\$?)(?=[^\s$])((?:\\\$|[^$])*?)(?<=\S)(?<!\\)\1|\\\(((?:(?!\\[()]).)*)\\\))(?![0-9$]|\.[0-9]|\\\()",
     re.DOTALL,
@@ -138,7 +138,8 @@ MEASURES = _table(
     """
     kilometer kilometers kilometre kilometres km kms | centimeter centimeters centimetre centimetres cm cms
     millimeter millimeters millimetre millimetres mm | meter meters metre metres m
-    inch inches in | foot feet ft | yard yards yd yds | mile miles mi
+    micrometer micrometers micrometre micrometres | microgram micrograms | microsecond microseconds
+    microliter microliters microlitre microlitres | inch inches in | foot feet ft | yard yards yd yds | mile miles mi
     kilogram kilograms kg kgs | gram grams g gm gms | milligram milligrams mg | pound pounds lb lbs | ounce ounces oz | ton tons
     tonne tonnes | liter liters litre litres l | milliliter milliliters millilitre millilitres ml | gallon gallons gal
     quart quarts qt | pint pints pt
@@ -149,6 +150,9 @@ MEASURES = _table(
     """
 )
 """Every spelling of a unit of measure, and the one that stands for it."""
+WITH_A_MICRO = {"m": "micrometer", "g": "microgram", "s": "microsecond", "L": "microliter", "l": "microliter"}
+MICRO = re.compile(r"(?<![A-Za-z])[μµ]([mgsLl])(?![A-Za-z])")
+"""The prefix in either of its code points, before a unit that it is read with."""
 OTHERWISE_IN_CAPITALS = frozenset({"m", "g", "s", "h", "l", "mm", "mg", "ml", "gm", "gms"})
 """Spellings that mean another unit, or a million, in capitals: ``Mg`` is a tonne."""
 PLURALS = _table(
@@ -309,6 +313,7 @@ def _unit_of(text: str, power: str | None) -> str | None:
     """The unit in its normal form; ``""`` where a word changes the value or is not read; ``None`` where there are no words."""
     if power is None and (within := POWER_WITHIN.fullmatch(text)):
         text, power = within["words"], within["power"]
+    text = MICRO.sub(lambda unit: WITH_A_MICRO[unit[1]], text)
     if any(
         word.lower() in OTHERWISE_IN_CAPITALS and not word.islower() and word not in ("L", "mL") for word in WORD.findall(text)
     ):
