@@ -63,7 +63,7 @@ def equal(answer: str, reference: str) -> bool:
 
 
 def _bounds_of_the_same(answer: str, reference: str) -> bool:
-    """Whether ``answer`` gives a letter bounds and ``reference`` intervals, of that letter where it names one: ``x \\in [1, 2]``."""
+    """Whether ``answer`` bounds a letter and ``reference`` has intervals, of that letter where it names one: ``x \\in [1, 2]``."""
     if not (INTERVALS.search(reference) and SOLVED.fullmatch(answer)):
         return False
     named = ELEMENT_OF.match(reference)

@@ -187,8 +187,8 @@ def _same_text(left: str, right: str) -> bool:
 
 
 def _same_word(answer: str, reference: str) -> bool:
-    """Whether both are one word, but for the first letter or all in capitals: ``true``, ``True`` and ``TRUE``. Letters that may be a
-    product, as ``ab``, are told apart."""
+    """Whether both are one word, but for the first letter or all in capitals: ``true``, ``True`` and ``TRUE``. Letters that may be
+    a product, as ``ab``, are told apart."""
     if not CAPITALS_ASIDE.fullmatch(reference) or answer.lower() != reference.lower():
         return False
     if answer.isupper():

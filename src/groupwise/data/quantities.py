@@ -54,11 +54,12 @@ POWER_WITHIN = re.compile(r"(?P<words>.*[A-Za-z.])\s?(?P<power>\^\s?\{?[23]\}?|[
 NO_UNIT = re.compile(r"[^A-Za-z\s./'-]|\b[ap]\.\s?m\b")
 """What stands in no unit that is read: digits, letters with a prefix's meaning as in ``μF``, the halves of a day."""
 FORMULAS = re.compile(
-    r"(?<![0-9\\$.])(?<!\\\))(?:(\$\$?)(?=[^\s$])((?:\\\$|[^$])*?)(?<=\S)(?<!\\)\1|\\\(((?:(?!\\[()]).)*)\\\))(?![0-9$]|\.[0-9]|\\\()",
+    r"(?<![0-9\\$.])(?<!\\\))(?:(\$\$?)(?=[^\s$])((?:\\\$|[^$])*?)(?<=\S)(?<!\\)\1|\\\(((?:(?!\\[()]).)*)\\\))"
+    r"(?![0-9$]|\.[0-9]|\\\()",
     re.DOTALL,
 )
-"""Between signs that open before and close behind what is no blank, as those of money, ``$5 and $6``, do not; and nothing that would make
-one number with its neighbour, as in ``\(5\)6`` and ``$5$.$6$``."""
+"""Between signs that open before and close behind what is no blank, as those of money, ``$5 and $6``, do not; and nothing that would
+make one number with its neighbour, as in ``\\(5\\)6`` and ``$5$.$6$``."""
 COMMA_OF_A_LIST = re.compile(r"(?:(?<=\$)|(?<=\\\))),(?=[$\\0-9])|,(?=(?:\$|\\\()[0-9]{3})")
 """Beside a formula, where it sets no thousands apart."""
 PERCENT = re.compile(r"(?P<body>.*?)\s?\\?%\.?", re.DOTALL)
