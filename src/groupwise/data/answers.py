@@ -15,7 +15,16 @@ from fractions import Fraction
 from typing import Literal
 
 from groupwise.data.latex import latex_equivalent, latex_failures
-from groupwise.data.quantities import DASHES, MEASURES, UNSIGNED, changes_the_value, quantities_equal, read_quantity
+from groupwise.data.quantities import (
+    BRACE,
+    DASHES,
+    MEASURES,
+    UNSIGNED,
+    changes_the_value,
+    last_boxed,
+    quantities_equal,
+    read_quantity,
+)
 from groupwise.errors import AnswerError, UncheckedAnswerError
 
 __all__ = [
@@ -46,7 +55,6 @@ PLACES: tuple[AnswerStyle, ...] = ("xml", "boxed", "plain")
 PLACEHOLDERS = frozenset({"", "...", "…", ". . ."})
 """What a model copies from the prompt's example instead of answering."""
 XML_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-BRACE = re.compile(r"\\boxed\s*\{|\\[{}\\]|[{}]")
 NUMBER_IN_TEXT = re.compile(
     rf"(?<![A-Za-z0-9_.])(?P<number>(?:(?<![\w)\]}}%])[+-](?=[$0-9.\\]))?(?:\\?\$\s?[+-]?)?"
     rf"(?:\\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}}|(?:[0-9]+ (?=[0-9]+/[0-9]))?{UNSIGNED}(?:/[0-9]+(?!\.?[0-9]|/))?))"
@@ -136,7 +144,7 @@ def extract_answer(text: str, style: AnswerStyle) -> str | None:
         blocks = XML_BLOCK.findall(text)
         answer = blocks[-1] if blocks else None
     elif style == "boxed":
-        answer = _last_boxed(text)
+        answer = last_boxed(text)
     else:
         _, mark, rest = text.rpartition("####")
         lines = rest.strip().splitlines()
@@ -144,23 +152,6 @@ def extract_answer(text: str, style: AnswerStyle) -> str | None:
     if answer is None or answer.strip() in PLACEHOLDERS:
         return None
     return answer.strip()
-
-
-def _last_boxed(text: str) -> str | None:
-    """Content of the complete ``\\boxed{...}`` that begins last, in one pass over the braces."""
-    open_braces: list[int | None] = []
-    last: tuple[int, int] | None = None
-    for match in BRACE.finditer(text):
-        token = match.group()
-        if token.startswith("\\boxed"):
-            open_braces.append(match.end())
-        elif token == "{":
-            open_braces.append(None)
-        elif token == "}" and open_braces:
-            start = open_braces.pop()
-            if start is not None and (last is None or start > last[0]):
-                last = (start, match.start())
-    return None if last is None else text[last[0] : last[1]]
 
 
 def without_places(text: str) -> str:

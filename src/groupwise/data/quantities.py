@@ -16,6 +16,7 @@ __all__ = [
     "Quantity",
     "changes_the_value",
     "colon_parts",
+    "last_boxed",
     "plain_text",
     "quantities_equal",
     "read_quantity",
@@ -77,8 +78,8 @@ NUMBER_WITHIN = re.compile(r"[0-9π]|\\pi(?![A-Za-z])")
 WORD = re.compile(r"[A-Za-z]+")
 DRESS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), ('"', '"'), ("“", "”"))
 DRESSED = "".join({left[0] for left, _ in DRESS})
-BOXED = re.compile(r"\\boxed\s?\{(.*)\}", re.DOTALL)
-BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+BRACE = re.compile(r"\\boxed\s*\{|\\[{}\\]|[{}]")
+BOX = re.compile(r"\\boxed\s*\{")
 ROUGHLY = re.compile(r"[^0-9A-Za-z~]*~")
 """A tilde before a number says "about"; behind one it is LaTeX's space."""
 
@@ -225,13 +226,27 @@ def _without_formulas(text: str) -> str:
     return text if "$" in bare.replace("\\$", "") or "\\(" in bare else bare
 
 
+def last_boxed(text: str) -> str | None:
+    """Content of the complete ``\\boxed{...}`` that begins last, in one pass over the braces."""
+    open_braces: list[int | None] = []
+    last: tuple[int, int] | None = None
+    for match in BRACE.finditer(text):
+        token = match.group()
+        if token.startswith("\\boxed"):
+            open_braces.append(match.end())
+        elif token == "{":
+            open_braces.append(None)
+        elif token == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+    return None if last is None else text[last[0] : last[1]]
+
+
 def _unboxed(text: str) -> str:
-    boxed, depth = BOXED.fullmatch(text), 0
-    for brace in BRACES.findall(boxed[1]) if boxed else ():
-        depth += (brace == "{") - (brace == "}")
-        if depth < 0:  # it closes before the end
-            return text
-    return boxed[1].strip() if boxed and depth == 0 and boxed[1].strip() else text
+    """What is in the box that the text is; another text as it is."""
+    within = last_boxed(text) or ""
+    return within.strip() if within.strip() and BOX.fullmatch(text[: -len(within) - 1]) else text
 
 
 def split_unit(text: str) -> tuple[str, str | None, int, bool]:
