@@ -10,6 +10,7 @@ from groupwise.distributed import World
 from groupwise.engines.base import SampleRequest, SamplingSettings
 from groupwise.engines.vllm.engine import request_seed
 from groupwise.models.adapters import attach, peft_config_of
+from tests.waiting import comes
 
 SAMPLED = SamplingSettings(max_tokens=12)
 LENGTHS = [3, 17, 9]
@@ -143,9 +144,13 @@ def test_processes_sample_their_own_share_and_only_one_pushes(serve, tiny_llama,
         policy = Policy(replicas[world.rank], tokenizer, (2, 5), context_length=256, name="some/model")
         engine = VllmEngine(policy, Client(server.url), world)
         engine.refresh(1)
-        return ids_of(DealtEngine(engine, world).sample(prompts, 2, SAMPLED, seed=3, scope="s"))
+        try:
+            return ids_of(DealtEngine(engine, world).sample(prompts, 2, SAMPLED, seed=3, scope="s"))
+        finally:
+            engine.close()
 
     alone = work(World())
+    assert comes(lambda: server.service.hello()["used_by"] is None), "it is free once it has seen the connection's end"
     loads = server.backend.loads
     assert in_threads(2, work) == [alone, alone]
     assert server.backend.loads == loads + 2
