@@ -14,12 +14,15 @@ __all__ = [
     "MIN_LOGIT_COLUMNS",
     "PREFILL_TOKENS",
     "QUERY_BLOCK",
+    "VLLM_COLDEST",
     "ZERO_BUCKET",
     "logit_columns",
 ]
 
 LARGEST_REWARD = 1e12
 """Rewards of another size are a mistake: squares of advantages and gradients made of them leave fp32."""
+VLLM_COLDEST = 0.01
+"""vLLM samples at this temperature where it is given a lower one above 0 (``SamplingParams``)."""
 
 PREFILL_TOKENS = 4096
 """Most prompt tokens that the built-in engine computes at a time, so that prefill needs no more memory than learning does."""

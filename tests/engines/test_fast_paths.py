@@ -230,6 +230,24 @@ def test_what_is_kept_belongs_to_one_shape_dtype_and_version(own_cache, monkeypa
     assert len(keys) == 4
 
 
+@needs_kernels
+def test_what_is_kept_is_not_for_a_system_that_permits_less(own_cache, monkeypatch):
+    """In a container without permission for matrix units other paths apply, on the same processor."""
+
+    class Library:
+        permitted = True
+
+        def __getattr__(self, name):
+            return lambda *_: int(self.permitted)
+
+    library, keys = Library(), set()
+    monkeypatch.setattr(calls, "kernels", lambda fp32: build.Kernels(library, "a compiler"))
+    for library.permitted in (True, False):
+        monkeypatch.setattr(calls, "_functions", {})
+        keys.add(fast_paths._key(SHAPE, BF16, CPU))
+    assert len(keys) == 2
+
+
 def test_a_run_that_goes_on_keeps_the_choices_it_began_with(own_cache, tmp_path, monkeypatch):
     """Also where the machine has forgotten them, or its clock has said otherwise since; on another machine it takes that one's."""
     taken: list[bool] = []

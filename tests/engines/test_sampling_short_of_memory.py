@@ -55,6 +55,29 @@ def test_the_built_in_engine_samples_the_same_with_fewer_rows(tiny_llama, tokeni
     assert engine.limit.halvings == halvings, "the next step begins with what fits"
 
 
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma3"])
+def test_positions_that_found_no_room_are_reserved_again(family, request, tokenizer, make_prompts, ids_of):
+    """The last of a model's tables, so that others were made already."""
+    model, prompts = request.getfixturevalue(family), make_prompts(LENGTHS)
+    enough = BuiltinEngine(Decoder(model()), tokenizer, ENDS).sample(prompts, 2, SAMPLED, seed=3, scope="s")
+    decoder = Decoder(model())
+    rotary, asked = decoder._rotary[-1], []
+
+    def scarce(*inputs):
+        asked.append(1)
+        if len(asked) == 1:
+            raise shortage()
+        return rotary(*inputs)
+
+    decoder._rotary[-1] = scarce
+    if hasattr(rotary, "layer_types"):
+        scarce.layer_types = rotary.layer_types
+    engine = BuiltinEngine(decoder, tokenizer, ENDS)
+    assert ids_of(engine.sample(prompts, 2, SAMPLED, seed=3, scope="s")) == ids_of(enough)
+    assert engine.limit.halvings == 1
+    assert len(asked) >= 2
+
+
 def test_what_was_finished_is_not_sampled_again(tiny_llama, tokenizer, make_prompts, room_for):
     engine, told = BuiltinEngine(Decoder(tiny_llama()), tokenizer, ENDS), []
     finish, prompts = engine.decode_text, make_prompts(LENGTHS)

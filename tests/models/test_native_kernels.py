@@ -91,6 +91,8 @@ def test_norm_and_its_gradients(numbers, offset):
     close(weight_grad, inputs[1].grad)
     added, _ = calls.norm_backward(grad, x, scales, weight, residual, offset)
     close(added, inputs[0].grad + residual.double(), 2)
+    same, _ = calls.norm_backward(grad, x, scales, weight, residual[:1].expand(130, 48), offset)
+    close(same, inputs[0].grad + residual[:1].double(), 2)  # a sum's gradient: rows that are stored once
 
 
 @needs_kernels

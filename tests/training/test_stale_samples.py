@@ -108,6 +108,26 @@ def test_fresh_samples_need_no_correction(policy):
     assert distance(gradients[2], gradients[0]) < 1e-5
 
 
+@pytest.mark.parametrize("loss", ["vespo", "topr", "dppo", "cispo"])
+def test_a_ratio_that_says_nothing_of_age_is_told(loss):
+    """With one update the ratio to the weights before it is 1, however old the samples are."""
+
+    def said(ahead, **algorithm):
+        return [note for note in notes(config_of(rollout={"ahead": ahead}, algorithm=algorithm)) if f"loss.type={loss}" in note]
+
+    (note,) = said(2, loss={"type": loss})
+    assert "algorithm.stale_samples=behaviour" in note
+    assert not said(0, loss={"type": loss})
+    assert not said(2, loss={"type": loss}, stale_samples="behaviour")
+    assert not said(2, loss={"type": loss}, updates_per_batch=2)
+
+
+def test_a_clip_that_never_acts_on_stale_samples_is_told_with_its_remedy():
+    (note,) = [n for n in notes(config_of(rollout={"ahead": 1}, algorithm={"loss": {"epsilon": 0.1}})) if "epsilon" in n]
+    assert "algorithm.stale_samples=behaviour" in note
+    assert "the very weights" not in note
+
+
 def test_the_expectation_over_stale_samples_is_that_over_fresh_ones():
     """All pairs of tokens from four, weighted by how often older weights sample them: exact without a cap, in closed form."""
     generator = torch.Generator().manual_seed(0)

@@ -73,14 +73,22 @@ def _without_effect(path: str, value: object, reason: str) -> str:
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.updates_per_batch == 1 and not config.clips_against_the_sampler:
-        once = (
-            "with algorithm.updates_per_batch 1 every batch is learnt from once, by the very weights that sampled it, so the "
-            "ratio is 1 and nothing is clipped"
+        stale = config.rollout.ahead > 0
+        once = "with algorithm.updates_per_batch 1 every batch is learnt from once, " + (
+            "and the ratio is to the weights before that, so it is 1 and nothing is clipped: algorithm.stale_samples=behaviour makes it "
+            "that to the sampler"
+            if stale
+            else "by the very weights that sampled it, so the ratio is 1 and nothing is clipped"
         )
         # A note alone: a published recipe's clip is kept for runs with more updates.
         clipping = [name for name in _CLIPPING if name in type(algorithm.loss).model_fields]
         for name in chosen(algorithm.loss, *clipping):
             yield _without_effect(f"algorithm.loss.{name}", getattr(algorithm.loss, name), once)
+        if stale and algorithm.loss.type in ("vespo", "topr", "dppo", "cispo"):
+            yield (
+                f"algorithm.loss.type={algorithm.loss.type} weights samples by their ratio, which is 1 here however old they are, since it "
+                f"is to the weights before a batch's first update: set algorithm.stale_samples=behaviour, or updates_per_batch above 1."
+            )
     if algorithm.value is not None and algorithm.updates_per_batch == 1:
         unmoved = "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed"
         if chosen(algorithm.value, "clip"):

@@ -18,6 +18,7 @@ from groupwise.config.objective import ValueConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.config.section import Section, explained
 from groupwise.importing import nearest
+from groupwise.limits import VLLM_COLDEST
 
 __all__ = [
     "AlgorithmConfig",
@@ -557,6 +558,14 @@ class Config(Section):
             raise ValueError(
                 f"rollout.ahead is {ahead}, but vLLM holds one state of the weights (rollout.engine): set ahead to 1, or engine to auto"
             )
+        if self.rollout.engine == "vllm":
+            judged = [("evaluation.temperature", self.evaluation.temperature)] * ("sampled" in self.evaluation.modes)
+            for name, temperature in [("rollout.temperature", self.rollout.temperature), *judged]:
+                if temperature < VLLM_COLDEST:
+                    raise ValueError(
+                        f"{name} is {temperature:g}, but vLLM samples at {VLLM_COLDEST:g} in place of lower temperatures (rollout.engine): "
+                        f"set it to {VLLM_COLDEST:g} or more, or engine to auto"
+                    )
         if ahead and algorithm.stale_samples == "behaviour" and algorithm.loss.type == "reinforce":
             raise ValueError(
                 f"rollout.ahead is {ahead} and algorithm.stale_samples is behaviour, but algorithm.loss.type is reinforce, which has no "

@@ -233,14 +233,15 @@ class Decoder:
         if count <= len(self._ropes[0][0]):
             return
         probe, positions = torch.empty(1, dtype=self.dtype, device=self.device), torch.arange(count, device=self.device)[None]
-        self._ropes = []
+        ropes = []
         for rotary, window in zip(self._rotary, self.windows, strict=True):
             kind = (SLIDING if window else FULL,) if self.family.rope_by_kind and hasattr(rotary, "layer_types") else ()
             with torch.no_grad():
                 cos, sin = (
                     table[0, :, None, : self.shape.head_width // 2].contiguous() for table in rotary(probe, positions, *kind)
                 )
-            self._ropes.append((cos, sin))
+            ropes.append((cos, sin))
+        self._ropes = ropes  # whole or not at all: where memory runs out above, whoever tries again finds what there was
 
     def hidden(self, packed: Packed, keep_kv: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """Outputs of the last layer before the final norm, ``[R, D]``.

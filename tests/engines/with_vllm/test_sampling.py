@@ -9,6 +9,7 @@ from groupwise.config.schema import Config, CorrectionConfig, LoraConfig
 from groupwise.distributed import World
 from groupwise.engines.base import SampleRequest, SamplingSettings
 from groupwise.engines.vllm.engine import request_seed
+from groupwise.errors import ConfigError
 from groupwise.models.adapters import attach, peft_config_of
 from tests.waiting import comes
 
@@ -42,6 +43,20 @@ def test_completions_come_from_the_policy_with_its_log_probabilities(serve, engi
         assert c.stopped or len(c.token_ids) == 12
         assert not set(c.token_ids[:-1]) & ENDS
     assert flat[0].text == "".join(f"{token} " for token in flat[0].token_ids if token != 2)
+
+
+def test_a_temperature_that_vllm_would_replace_is_refused(serve, engine_over, tiny_llama, make_prompts):
+    """It samples at 0.01 in place of lower ones, and the log-probabilities would be those of another distribution."""
+    engine, prompts = engine_over(serve(tiny_llama()), tiny_llama()), make_prompts([3])
+    with pytest.raises(ConfigError, match="temperature is 0.005, but vLLM samples at 0.01"):
+        engine.sample(prompts, 1, SamplingSettings(max_tokens=2, temperature=0.005), seed=3, scope="s")
+    for settings in ({"temperature": 0.01}, {"temperature": 0.005, "greedy": True}):
+        assert len(engine.sample(prompts, 1, SamplingSettings(max_tokens=2, **settings), seed=3, scope="s")) == 1
+    with pytest.raises(ConfigError, match=r"rollout.temperature is 0.005, but vLLM samples at 0.01"):
+        Config(rollout={"engine": "vllm", "temperature": 0.005})
+    with pytest.raises(ConfigError, match=r"evaluation.temperature is 0.005"):
+        Config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.005})
+    Config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.005, "modes": ["greedy"]})
 
 
 def test_each_prompt_s_completions_end_at_its_own_limit(serve, engine_over, tiny_llama, make_prompts, ids_of):

@@ -483,6 +483,7 @@ def _key(config: Any, dtype: torch.dtype, device: torch.device) -> str:
         where = [device.type, properties.name, f"{properties.major}.{properties.minor}", str(driver), str(torch.version.cuda)]
     parts = [
         where, [torch.__version__, transformers.__version__, build.kernels().description], str(dtype), shape,
+        calls.offered(dtype),  # a container may forbid matrix units that the processor has
         [hashlib.sha256(source.read_bytes()).hexdigest() for source in sorted(_SOURCES)],
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -38,6 +38,7 @@ from groupwise.engines.vllm.protocol import (
 )
 from groupwise.engines.vllm.pushing import RetryLimit, Way, check_pushable, push, shares_device
 from groupwise.errors import ConfigError, TrainingError
+from groupwise.limits import VLLM_COLDEST
 from groupwise.memory import reclaim_memory
 from groupwise.metrics import Max, Mean, Metric, Sum
 from groupwise.types import Completion, Prompt
@@ -211,7 +212,12 @@ class VllmEngine(Engine):
         repair: bool = True,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each job's place and row, once, in the order in which they end, whatever happens to the server in between. ``repair``: whether
-        a server that lacks the weights is sent them; else StaleWeights is raised."""
+        a server that lacks the weights is sent them; else StaleWeights is raised. Raises ConfigError for a temperature that vLLM replaces."""
+        if settings.temperature < VLLM_COLDEST and not settings.greedy:
+            raise ConfigError(
+                f"temperature is {settings.temperature:g}, but vLLM samples at {VLLM_COLDEST:g} in place of lower ones: ask for "
+                f"{VLLM_COLDEST:g} or more, or for the likeliest token (greedy)"
+            )
         weights, left = self.weights, list(range(len(jobs)))
         retries = RetryLimit(self.patience_s)
         while left:

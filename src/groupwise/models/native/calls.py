@@ -116,6 +116,11 @@ def packs(like: Tensor) -> bool:
     return _products_allowed or "gw_multiply" not in _functions[like.dtype]
 
 
+def offered(dtype: torch.dtype) -> list[str]:
+    """Names of the kernels for ``dtype`` that the compiler made and the system permits."""
+    return sorted(_functions.get(dtype, {})) if dtype in _functions or _load(dtype) else []
+
+
 def allow_products(yes: bool) -> None:
     """Take ``multiply``, and packed weights on matrix units, or leave them out, from now on, in the whole process."""
     global _products_allowed
@@ -313,6 +318,7 @@ def norm_backward(
     width = x.shape[-1]
     rows = x.numel() // width
     out, parts = torch.empty_like(x), torch.empty(-(-rows // _NORM_CHUNK), width)
+    residual = None if residual is None else residual.contiguous()  # a sum's gradient is one number, expanded
     added = None if residual is None else residual.data_ptr()
     _function("gw_norm_backward", grad)(
         grad.data_ptr(), x.data_ptr(), scales.data_ptr(), weight.data_ptr(), added, out.data_ptr(), parts.data_ptr(), rows, width,
