@@ -1,8 +1,8 @@
 """What `groupwise plan` suggests: what it names really fits when it is done, and where anything near would fit, something is named."""
 
 import itertools
-import json
 import random
+import shlex
 
 import pytest
 from transformers import Qwen2Config
@@ -15,13 +15,14 @@ from groupwise.planner.plan import smaller_model, too_close
 from groupwise.planner.setup import Setup
 from groupwise.planner.shape import KNOWN_SHAPES
 from groupwise.planner.state import refused
-from groupwise.planner.suggest import suggest
+from groupwise.planner.suggest import Suggestion, suggest
 
 GIB = 2**30
 
 
 def settings_of(suggestion):
-    return [f"{name}={json.dumps(value)}" for name, value in suggestion.settings.items()]
+    """As they are typed."""
+    return [word for word in shlex.split(suggestion.words) if "=" in word]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 9])
@@ -65,6 +66,12 @@ def test_every_suggestion_fits_as_it_says_when_it_is_done(seed):
         again = make_plan(changed, card, world_size=one.world_size, limit_bytes=limit)
         assert (again.fits, again.peak.bytes) == (one.fits, one.peak_bytes), one.words
         assert again.cost.step_s == one.step_s
+
+
+def test_settings_are_typed_as_the_command_line_reads_them():
+    settings = {"algorithm.kl": None, "model.gradient_checkpointing": True, "model.quantization": "4bit"}
+    words = Suggestion(settings, 0, True, 0.0, "", 2).words
+    assert words == "algorithm.kl=null model.gradient_checkpointing=true model.quantization=4bit"
 
 
 def combinations(setup):

@@ -61,7 +61,7 @@ class Suggestion:
 def _typed(value: Any) -> str:
     if isinstance(value, dict):
         return "'{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}'"
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def suggest(setup: Setup, hardware: Hardware, limit: int, most: int = 6) -> list[Suggestion]:
