@@ -135,6 +135,10 @@ def test_an_hour_and_an_epoch_are_those_of_the_step():
     assert {name: training_problems(load_config(name)) for name in counts} == counts
     assert training_problems(load_config("gsm8k-0.5b", ["data.limit=100"])) == 100
     assert training_problems(load_config("gsm8k-0.5b", ["data.source=mine.jsonl"])) is None
+    assert training_problems(load_config("gsm8k-0.5b", ["data.source=GSM8K"])) == 7473
+    assert training_problems(load_config("gsm8k-0.5b", ["data.split=test", "data.eval_split=null"])) is None, "another split"
+    assert training_problems(load_config("polaris-3b", ["data.limit=1000"])) == 1000, "cut when some are held out already"
+    assert training_problems(load_config(None, ["data.limit=50000"])) == 20_000, "the generator makes no more"
 
 
 GPUS = [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from groupwise.config.combinations import prompt_limit, refuse_short_critic, refuse_undividable, refuse_untrainable
 from groupwise.config.schema import Config
+from groupwise.data.named import canonical_name
 from groupwise.errors import ConfigError
 from groupwise.planner.cost import StepCost, link_bytes_per_s, step_cost
 from groupwise.planner.hardware import GPUS_OF_A_MACHINE, HARDWARE, Hardware, alike, choose_hardware, measure, parse_bytes
@@ -187,13 +189,14 @@ _PROBLEMS = {"gsm8k": 7473, "svamp": 700, "polaris": 53291}
 def training_problems(config: Config) -> int | None:
     """How many there are to train on, before any is dropped; None for data that would have to be read first."""
     data = config.data
+    most = data.limit or sys.maxsize
     if data.source == "arithmetic":
-        return data.limit or data.arithmetic.problems  # held-out ones are generated beside them
-    rows = _PROBLEMS.get(data.source)
+        return min(most, data.arithmetic.problems)  # held-out ones are generated beside them
+    rows = _PROBLEMS.get(canonical_name(data.source) or "") if data.split == "train" else None
     if rows is None:
         return None
-    rows = rows if data.limit is None else min(rows, data.limit)
-    return max(1, rows - (0 if data.eval_source or data.eval_split else data.holdout))
+    kept = rows - (0 if data.eval_source or data.eval_split else data.holdout)
+    return max(1, min(most, kept))
 
 
 def make_plan(
