@@ -62,6 +62,15 @@ def test_a_system_turn_stays_first(tmp_path):
     assert [turn["role"] for turn in shown.question] == ["system", "user", "assistant", "user"]
 
 
+def test_examples_bring_no_system_turns_into_the_conversation(tmp_path):
+    path = tmp_path / "talk.jsonl"
+    talks = [[{"role": "system", "content": "s"}, {"role": "user", "content": f"{a} + 2?"}] for a in range(9)]
+    path.write_text("".join(json.dumps({"prompt": talk, "answer": str(a + 2)}) + "\n" for a, talk in enumerate(talks)))
+    asked = config(2, source=str(path))
+    for shown in with_shots(load_held_out(asked.data), asked, "xml"):
+        assert [turn["role"] for turn in shown.question] == ["system", "user", "assistant", "user", "assistant", "user"]
+
+
 def test_a_benchmark_without_a_training_split_takes_them_from_elsewhere(shared_data):
     folder = {"folder": str(shared_data), "eval_source": "aime24"}
     asked = config(2, source="aime24", **folder)

@@ -49,7 +49,7 @@ def with_shots(problems: Sequence[Problem], config: Config, style: AnswerStyle) 
         return list(problems)
     turns: list[Message] = []
     for shot in choose_shots(config, problems):
-        turns += _conversation(shot)
+        turns += [turn for turn in _conversation(shot) if turn["role"] != "system"]  # one stands first alone
         turns.append({"role": "assistant", "content": worked_completion(shot, style)})
     return [replace(problem, question=_after(turns, problem)) for problem in problems]
 
