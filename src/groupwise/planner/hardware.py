@@ -189,8 +189,8 @@ def named_in(label: str) -> Hardware | None:
 def choose_hardware(device: str, name: str | None, gpu_bytes: int | None) -> Hardware:
     """What a plan is for: the device named, a GPU of the size given, or what this machine has (``device`` is ``model.device``).
 
-    Of a GPU that is known by its size alone, rates are those of the slowest card of the table with about as much memory, or of the smallest
-    with more. The memory is always the GPU's own.
+    Of a GPU that is known by its size alone, rates are those of the card of the table with about as much memory that is slowest in
+    arithmetic, or of the smallest with more. The memory is always the GPU's own.
     """
     if name is not None:
         return find_hardware(name)
