@@ -12,7 +12,7 @@ from groupwise.config.schema import KLConfig
 from groupwise.errors import ConfigError
 from groupwise.planner import HARDWARE, ModelShape, Setup, hardware, make_plan
 from groupwise.planner.cost import decode_step_s, link_bytes_per_s, step_cost
-from groupwise.planner.plan import training_problems
+from groupwise.planner.plan import plan_run, training_problems
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import exchange_bytes
 
@@ -203,6 +203,14 @@ def test_this_machine_can_be_measured(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="there is none here"):
             hardware.measure("cuda")
+
+
+def test_a_measured_cpu_is_planned_in_the_numbers_that_it_computes(monkeypatch):
+    monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda: False)
+    monkeypatch.setattr("groupwise.planner.plan.measure", lambda *asked: HARDWARE["cpu"])
+    config = load_config("quickstart")
+    assert plan_run(config, hardware="cpu", measured=True).setup.config.model.dtype == "float32"
+    assert plan_run(config, hardware="cpu").setup.config.model.dtype == "auto", "a data sheet's is another machine"
 
 
 def test_the_fastest_call_counts(monkeypatch):

@@ -268,10 +268,11 @@ def plan_run(
     """
     limit = parse_bytes(gpu_memory) if gpu_memory else None
     device = _measured(config, hardware) if measured else choose_hardware(config.model.device, hardware, limit)
-    if device.name == "cpu" and hardware is None:  # this machine's
+    if device.name == "cpu" and (hardware is None or measured):  # this machine's
         from groupwise.models.devices import with_dtype
 
-        config = config.model_copy(update={"model": with_dtype(config.model)})
+        dtype = with_dtype(config.model.model_copy(update={"device": "cpu"})).dtype
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     return make_plan(
         config,
         device,
