@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
 from collections import Counter
 
+import huggingface_hub
+import huggingface_hub.errors
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
@@ -53,6 +56,25 @@ def test_the_numbers_of_the_files_are_those_that_the_config_names(key, tiny_qwen
     assert shape_of_config(values, "m").file_dtype == "float32"
     assert shape_of_config({**values, key: "bfloat16"}, "m").file_dtype == "bfloat16"
     assert shape_of_config({"model_type": "gemma3", key: "bfloat16", "text_config": values}, "m").file_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("GatedRepoError", "is gated on the Hub: accept its terms on its page, and log in with `hf auth login`"),
+        ("RepositoryNotFoundError", "is neither a folder here nor a public model on the Hub: check the spelling"),
+        ("RevisionNotFoundError", "has no revision 'old' on the Hub"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_refused_as_by_a_run(error, said, monkeypatch):
+    answer = type("Response", (), {"headers": {}, "request": None, "status_code": 403})()
+
+    def refuse(*asked, **more):
+        raise getattr(huggingface_hub.errors, error)("no", response=answer)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(ModelError, match=re.escape(f"model 'nobody/nothing' {said}")):
+        find_shape(ModelConfig(name="nobody/nothing", revision="old"))
 
 
 def test_a_folder_s_config_is_enough(tmp_path, tiny_qwen3):

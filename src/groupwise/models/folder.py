@@ -16,6 +16,7 @@ from groupwise.errors import ModelError
 
 __all__ = [
     "adapter_in", "base_of", "check_folder", "is_folder_name", "make_readable_by_4", "move_into_place", "only_from_cache",
+    "refused_by_hub",
 ]  # fmt: skip
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -190,26 +191,32 @@ def only_from_cache(name: str, revision: str | None) -> bool:
     Raises ModelError when the model is neither there nor here.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache  # slow to import, and a folder needs none of it
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         HfApi().model_info(name, revision=revision, timeout=_TIMEOUT_S)
         return False
-    except GatedRepoError as error:
-        raise ModelError(
-            f"model {name!r} is gated on the Hub: accept its terms on its page, and log in with `hf auth login`"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"model {name!r} has no revision {revision!r} on the Hub: check model.revision") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"model {name!r} is neither a folder here nor a public model on the Hub: check the spelling, and log in with "
-            "`hf auth login` if it is private"
-        ) from error
     except Exception as error:  # no network, offline mode, a Hub in trouble: httpx's or requests' errors, by the client's release
+        if (refusal := refused_by_hub(name, revision, error)) is not None:
+            raise refusal from error
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return True
         raise ModelError(
             f"model {name!r} is neither a folder here nor in the local Hub cache, and the Hub cannot be reached "
             f"({type(error).__name__}): check the network, or name a model folder or the embedded model"
         ) from error
+
+
+def refused_by_hub(name: str, revision: str | None, error: Exception) -> ModelError | None:
+    """What to say of ``error``, which the Hub's client raised for the model ``name``, where the Hub answered that it does not give it."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return ModelError(f"model {name!r} is gated on the Hub: accept its terms on its page, and log in with `hf auth login`")
+    if isinstance(error, RevisionNotFoundError):
+        return ModelError(f"model {name!r} has no revision {revision!r} on the Hub: check model.revision")
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelError(
+            f"model {name!r} is neither a folder here nor a public model on the Hub: check the spelling, and log in with "
+            "`hf auth login` if it is private"
+        )
+    return None

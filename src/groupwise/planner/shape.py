@@ -13,7 +13,7 @@ from typing import Any
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.models.families import FAMILIES, longrope_positions, why_uncovered
-from groupwise.models.folder import is_folder_name
+from groupwise.models.folder import is_folder_name, refused_by_hub
 
 __all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
 
@@ -215,7 +215,9 @@ def _from_hub(config: ModelConfig) -> Path:
         return Path(cached)
     try:
         return Path(hf_hub_download(config.name, "config.json", revision=config.revision, etag_timeout=10.0))
-    except Exception as error:  # no network, no such model, gated: the client's many errors come to the same here
+    except Exception as error:  # no network, offline mode, no config.json there: the client's many errors come to the same here
+        if (refusal := refused_by_hub(config.name, config.revision, error)) is not None:
+            raise refusal from error
         raise ModelError(
             f"the config of model {config.name!r} is neither built in, nor in the local Hub cache, nor to be had from the Hub "
             f"({type(error).__name__}): check the spelling and the network, or name a folder with its config.json"
