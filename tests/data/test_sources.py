@@ -89,6 +89,21 @@ def test_save_to_disk_folders(tmp_path: Path) -> None:
         load_problems(config(tmp_path / "two", split="dev"))
 
 
+def test_numbers_of_few_bits_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """As doubles they have digits that nobody wrote: 3.140000104904175."""
+    datasets = pytest.importorskip("datasets")
+    for kind, written in ((pyarrow.float32(), 3.14), (pyarrow.float16(), 3.14), (pyarrow.float64(), 0.1 + 0.2)):
+        columns = {"question": ["pi?", "e?"], "answer": pyarrow.array([written, 2.0], pyarrow.float64()).cast(kind)}
+        table = pyarrow.table({**columns, "level": pyarrow.array([None, 0.7], kind)})
+        path = tmp_path / f"{kind}.parquet"
+        pyarrow.parquet.write_table(table, path)
+        datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(str(tmp_path / str(kind)))
+        for source in (path, tmp_path / str(kind)):
+            found = load_problems(config(source, holdout=0)).train
+            assert [p.answer for p in found] == [str(written), "2"]
+            assert [p.columns["level"] for p in found] == [None, 0.7]
+
+
 def test_folders_with_a_file_per_split(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "test.jsonl", ROWS[:10])
     (tmp_path / "data").mkdir()
