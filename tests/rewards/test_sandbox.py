@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -386,6 +387,28 @@ def test_endless_output_is_cut_and_cannot_act_on_a_terminal(project, capfd):
     assert said.startswith("\\x1b[2Jhello\nxxx")
     assert said.endswith("\n[...]\n")
     assert len(said) < sandbox.OUTPUT_BYTES + 100
+
+
+def test_endless_output_does_not_hold_up_the_kill(monkeypatch, capfd):
+    """Who reads more slowly than others print never finds the pipe empty."""
+    reads, drain = [], sandbox._drain
+
+    def slow(*arguments, **more):
+        reads.append(arguments)
+        assert len(reads) < 200, "it reads on, and kills nobody"
+        time.sleep(0.005)
+        return drain(*arguments, **more)
+
+    monkeypatch.setattr(sandbox, "_drain", slow)
+    monkeypatch.setattr(sandbox, "_used_bytes", lambda: 0)
+    (answer, answer_in), (output, output_in) = os.pipe(), os.pipe()
+    prints = os.posix_spawnp("yes", ["yes"], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, output_in, 1)])
+    os.close(answer_in)
+    os.close(output_in)
+    with pytest.raises(sandbox.Late):
+        sandbox._listen(prints, answer, output, 0.2, 1 << 10)
+    os.close(answer)
+    os.close(output)
 
 
 @needs_walls

@@ -475,14 +475,15 @@ def _listen(keeper: int, answer: int, output: int, timeout_s: float | None, most
                 verdict = Late()
             elif _used_bytes() > MEMORY_BYTES:
                 verdict = Ended(f"nothing, but it took more than {MEMORY_BYTES / (1 << 30):.3g} GiB of memory and was killed")
-        for descriptor, kept, most in ((answer, said, most_bytes), (output, printed, OUTPUT_BYTES)):
-            while _drain(descriptor, kept, most, again=False):
-                pass
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(keeper, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
         os.close(over)
+    # All have ended with the keeper: what they left in the pipes has an end, which what many print at once has not.
+    for descriptor, kept, most in ((answer, said, most_bytes), (output, printed, OUTPUT_BYTES)):
+        while _drain(descriptor, kept, most, again=False):
+            pass
     _show(bytes(printed))
     if verdict is not None:
         raise verdict
