@@ -108,7 +108,7 @@ def tiny_config(model: Path, data: Path, /, **sections: dict[str, Any]) -> Confi
         "rollout": {"prompts_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 8},
         "algorithm": {"kl": None},
         "optimizer": {"learning_rate": 1e-3},
-        "training": {"steps": 2},
+        "training": {} if "epochs" in sections.get("training", {}) else {"steps": 2},
         "evaluation": {"problems": 4, "modes": ["sampled"], "at_start": False},
     }
     return Config(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from groupwise.config import load_config
+from groupwise.training.trial import trial_settings
+
 
 @pytest.fixture
 def nowhere(monkeypatch, tmp_path):
@@ -55,6 +58,11 @@ def test_a_whole_run_is_measured_by_phase(groupwise, small, nowhere):
     assert memory["planned"] == max(planned.values()) / 2**30
     assert found["side_by_side"]["- evaluation, GiB"]["planned"] == planned["evaluation"] / 2**30
     assert left_behind(nowhere) == []
+
+
+def test_a_trial_of_a_run_in_epochs_makes_the_steps_that_it_is_asked_for():
+    training = load_config("quickstart", ["training.epochs=3", *trial_settings(2)]).training
+    assert (training.steps, training.epochs) == (2, None)
 
 
 def test_the_plan_is_for_the_lengths_that_there_were(groupwise, small, nowhere):

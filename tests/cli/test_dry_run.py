@@ -314,7 +314,7 @@ def test_a_reward_of_an_environment_that_is_not_there_is_refused(groupwise, smal
 
 def test_epochs_beyond_counting_are_refused(groupwise, small):
     assert "training.epochs is 1e+308, which is more steps than can be counted" in refusal(
-        groupwise, *small, "training.epochs=1e308"
+        groupwise, *(one for one in small if not one.startswith("training.steps")), "training.epochs=1e308"
     )
 
 

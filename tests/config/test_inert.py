@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from groupwise.config import load_config
-from groupwise.config.load import build_config, build_known, load_run_config
+from groupwise.config.load import build_config, build_known, dump_config, load_run_config
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 
@@ -124,6 +124,24 @@ def test_a_loss_of_ones_own_may_have_a_reference_to_offload():
         Config(algorithm={"kl": None}, training=offloaded)
     with pytest.raises(ConfigError, match="keeps no copy of the policy as its reference"):
         Config(algorithm=own, training=offloaded, model={"lora": {}})
+
+
+def test_steps_beside_epochs_are_refused(tmp_path):
+    """The steps are counted from the epochs, so those that somebody asks for would not be made."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"training": {"epochs": 3}}), encoding="utf-8")
+    told = (
+        r"^training\.steps is 3, but training\.epochs is 3, from which the steps are counted: leave it out, or set training"
+        r"\.epochs to null$"
+    )
+    for refused in (lambda: load_config(file, ["training.steps=3"]), lambda: Config(training={"epochs": 3, "steps": 3})):
+        with pytest.raises(ConfigError, match=told):
+            refused()
+    assert load_config(file, ["training.steps=3", "training.epochs=null"]).training.steps == 3
+    whole = load_config(file)
+    assert build_config(yaml.safe_load(dump_config(whole))) == whole, "steps at their default are nobody's"
+    file.write_text(yaml.safe_dump({"training": {"steps": 7}}), encoding="utf-8")
+    assert load_config(file, ["training.epochs=3"]) == whole
 
 
 def test_outer_iterations_are_not_counted_before_the_steps_are():

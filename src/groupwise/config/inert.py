@@ -75,6 +75,9 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     if (algorithm.kl is None and not own) or config.model.lora is not None:
         none = "this run keeps no copy of the policy as its reference"
         yield "training", ("offload_reference",), none, "train all weights with algorithm.kl"
+    if config.training.epochs is not None:
+        counted = f"training.epochs is {config.training.epochs:g}, from which the steps are counted"
+        yield "training", ("steps",), counted, "set training.epochs to null"
     if algorithm.advantage.type == "gdpo":
         by_function = "algorithm.advantage.type is gdpo, which never adds the functions' scores up as they are"
         yield "rewards", ("clip", "normalise"), by_function, "set it in an entry of rewards.functions"

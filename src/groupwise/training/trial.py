@@ -77,6 +77,7 @@ def trial_settings(steps: int, as_written: bool = False, whole: bool = False, re
     """
     return [
         f"training.steps={steps}",
+        "training.epochs=null",
         "optimizer.warmup_steps=0",
         *(["algorithm.kl.reference_updates=1"] if reference else []),
         f"evaluation.every={max(1, steps - 1) if whole else 0}",
