@@ -101,6 +101,30 @@ def test_any_text_reads_back_as_it_was(text):
     assert build_config(yaml.safe_load(dump_config(config))) == config
 
 
+@pytest.mark.parametrize(
+    ("command", "lost"),
+    [
+        (r"\boxed", r"'\x08oxed'"),
+        (r"\frac", r"'\x0crac'"),
+        (r"\rightarrow", r"'\rightarrow'"),
+        (r"\eta", r"'\x1bta'"),
+    ],
+)
+def test_a_command_of_latex_that_double_quotes_took_away_is_refused(tmp_path, command, lost):
+    def system(quote):
+        text = f"prompt: {{system: {quote}Put the answer in {command}{{}}.{quote}}}\n"
+        return load_config(written(tmp_path, text)).prompt.system
+
+    with pytest.raises(ConfigError) as error:
+        system('"')
+    said = f"{lost} is what {command} becomes in double quotes: put the text in single quotes, in Python in r'...'"
+    assert str(error.value).startswith("prompt.system is ")
+    assert said in str(error.value)
+    assert system("'") == f"Put the answer in {command}{{}}."
+    windows = {"prompt": {"system": "Be brief.\r\nThen answer."}}
+    assert build_config(windows).prompt.system == windows["prompt"]["system"], "no command"
+
+
 def test_a_dump_names_every_setting():
     dumped = yaml.safe_load(dump_config(Config()))
     assert list(dumped) == list(Config.model_fields)

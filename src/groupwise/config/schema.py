@@ -191,6 +191,17 @@ class PromptConfig(Section):
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as `{enable_thinking: false}` for Qwen3, which then answers without its thoughts."""
 
+    @field_validator("system")
+    @classmethod
+    def check_backslashes(cls, value: str) -> str:
+        """In double quotes YAML and Python read the beginning of a LaTeX command as a control character. "\\n" and "\\t" may be meant."""
+        if lost := re.search(r"([\a\b\f\r\v\x1b])([A-Za-z]+)", value):
+            written = "\\" + "abfrve"["\a\b\f\r\v\x1b".index(lost[1])] + lost[2]
+            raise ValueError(
+                f"{lost[0]!r} is what {written} becomes in double quotes: put the text in single quotes, in Python in r'...'"
+            )
+        return value
+
     @field_validator("template_arguments")
     @classmethod
     def check_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
