@@ -91,6 +91,7 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
         (["data.source=gsm8k", "data.eval_source=arithmetic", "data.holdout=0"], "this run is not evaluated"),
         (["data.holdout=20"], "evaluation uses 20 problems"),
         (["dtype=float32", "precision=pure"], "optimizer.precision='pure' has no effect here"),
+        (["model.lora.rank=8", "precision=stochastic"], "an adapter's weights are float32, and their own master copy"),
         (["precision=pure"], "are rounded away"),
         (["warm_start.learning_rate=1e-4"], "warm_start.steps is 0"),
         (["evaluation.modes=[greedy]", "evaluation.temperature=0.5"], "evaluation.temperature=0.5 has no effect here"),

@@ -83,6 +83,10 @@ def test_shipped_recipes_have_no_ailing_settings(recipe):
     assert settings_findings(load_config(recipe)) & ailing == told.get(recipe, set())
 
 
+def test_an_adapter_is_float32_whatever_the_precision():
+    assert "rate-too-low" not in settings_findings(load_config(None, [*SETTINGS["rate-too-low"], "model.lora.rank=8"]))
+
+
 def test_a_bf16_weight_really_does_not_move_below_the_rate_that_the_rule_names():
     import torch
 

@@ -160,12 +160,13 @@ def _data(config: Config, prepared: bool) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
-    if config.model.dtype == "float32":
+    if config.model.dtype == "float32" or config.model.lora is not None:
+        whose = "float32 weights are" if config.model.lora is None else "an adapter's weights are float32, and"
         # A note alone: the dtype is the machine's to say, and the recipe's precision is for others.
         for name in chosen(optimizer, "precision"):
             if optimizer.precision != "masters-8bit":
-                yield _without_effect(f"optimizer.{name}", optimizer.precision, "float32 weights are their own master copy")
-    elif optimizer.precision == "pure" and optimizer.learning_rate < 1e-5 and config.model.lora is None:
+                yield _without_effect(f"optimizer.{name}", optimizer.precision, f"{whose} their own master copy")
+    elif optimizer.precision == "pure" and optimizer.learning_rate < 1e-5:
         yield (
             f"optimizer.precision=pure with bfloat16 weights and optimizer.learning_rate={optimizer.learning_rate:g}: "
             "most updates are smaller than bfloat16 can hold and are rounded away."
