@@ -656,6 +656,19 @@ def test_inspect_shows_rows_prompts_lengths_and_bad_answers(groupwise, tiny_mode
     assert "1 rows cannot be used" in shown
 
 
+def test_inspect_shows_no_system_prompt_that_the_rows_replace(groupwise, tiny_model, tmp_path):
+    asked = [{"role": "system", "content": "Answer in \\boxed{}."}, {"role": "user", "content": "2 + 2?"}]
+    rows = [{"prompt": asked, "answer": "4"}, {"prompt": asked[1:], "answer": "4"}]
+    (tmp_path / "all.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    look = ("data", "inspect", "--model", tiny_model)
+    every, some = (groupwise(*look, tmp_path / name).stdout for name in ("all.jsonl", "some.jsonl"))
+    assert "in the xml style; system prompt: each row's own\n" in every
+    assert "note: prompts ask for the answer by \\boxed, but it is looked for by <answer>" in every
+    assert "and </answer>. (of 1 rows their own)\n" in some
+    assert "note:" not in some
+
+
 def test_inspect_refuses_a_source_that_is_not_there(groupwise, tiny_model):
     result = groupwise("data", "inspect", "nowhere.csv", "--model", tiny_model)
     assert result.exit_code == 2

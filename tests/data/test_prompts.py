@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from groupwise.data.prompts import (
     SYSTEM_PROMPTS,
     drop_long_prompts,
     note_on_date,
+    note_on_options,
+    note_on_place,
     render,
     resolve_system,
     unknown_arguments,
@@ -211,6 +214,50 @@ def test_a_template_that_writes_the_day_s_date_is_told_before_the_run(tmp_path: 
     tokenizer.chat_template = dated.replace("date_string", "now") + TEMPLATE
     assert "write a date in place of strftime_now" in str(note_on_date(tokenizer, CHAT))
     assert note_on_date(tokenizer, PromptConfig(style="plain")) is None
+
+
+def test_a_place_that_the_prompts_do_not_ask_for_is_told_before_the_run(tmp_path: Path) -> None:
+    folder, data = write_tiny_llama(tmp_path / "model"), tmp_path / "sums.jsonl"
+    system = {"role": "system", "content": "Put the final answer in \\boxed{}."}
+    rows = [{"prompt": [system, {"role": "user", "content": f"{a} + 2?"}], "answer": str(a + 2)} for a in range(12)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def notes(chosen: str) -> list[str]:
+        found = prepare(tiny_config(folder, data, prompt={"system": chosen}), {"letters": lower_case_share}).notes
+        return [note for note in found if "is looked for" in note]
+
+    (told,) = notes("auto")
+    assert told == (
+        "prompts ask for the answer by \\boxed, but it is looked for by <answer>, so a right one counts as wrong: set "
+        "prompt.system=boxed."
+    )
+    assert notes("none") == [told]
+    assert notes("boxed") == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "style", "remedy"),
+    [
+        (["Use <answer> tags.", "Write <answer>."], "boxed", "set prompt.system=xml."),
+        (["End with #### 5.", "End with #### 6."], "xml", "set a prompt.system that mentions ####."),
+        (["Use <answer> tags.", "5 + 5?"], "boxed", None),
+        (["Use \\boxed{}, not <answer>."], "xml", None),
+        (["5 + 5?"], "boxed", None),
+        ([], "xml", None),
+    ],
+)
+def test_only_what_all_prompts_ask_for_is_another_place(texts: list[str], style: Any, remedy: str | None) -> None:
+    told = note_on_place([Prompt(problem("?"), text, ()) for text in texts], style)
+    assert (told is None) if remedy is None else told.endswith(remedy)  # type: ignore[union-attr]
+
+
+def test_options_that_no_prompt_shows_are_told() -> None:
+    options = ["four", "five"]
+    for name in ("choices", "options"):
+        asked = problem("2 + 2?", **{name: options})
+        assert f"the column {name!r}, which prompts do not show" in str(note_on_options(Prompt(asked, "2 + 2?", ())))
+        assert note_on_options(Prompt(asked, "2 + 2? A: four B: five", ())) is None
+    assert note_on_options(Prompt(problem("2 + 2?", options="A to D"), "2 + 2?", ())) is None
 
 
 def test_system_prompts_are_short(qwen_tokenizer: Any) -> None:

@@ -22,7 +22,7 @@ from groupwise.data.inspect import inspect_source
 from groupwise.data.prompts import worked_completion
 from groupwise.data.readers import names_function
 from groupwise.data.sources import load_held_out, load_problems, question_key, save_prepared
-from groupwise.errors import AnswerError, DataError
+from groupwise.errors import AnswerError, DataError, ModelError
 from groupwise.types import Problem
 
 ROWS = [
@@ -498,6 +498,38 @@ def test_inspection_reports_bad_rows_and_lengths(tmp_path: Path, qwen_tokenizer:
     assert lengths["min"] <= lengths["median"] <= lengths["p95"] <= lengths["max"]
     assert lengths["measured"] == 40
     assert json.loads(json.dumps(seen)) == seen
+
+
+def test_inspection_goes_on_after_a_conversation_that_the_template_refuses(
+    tmp_path: Path, qwen_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m['content'] }}"
+        "{% endfor %}"
+    )
+    asked = [{"role": "user", "content": "6 x 7?"}]
+    refused = [{"role": "user", "content": "1"}, {"role": "tool", "content": "2"}, *asked]
+    monkeypatch.setattr(qwen_tokenizer, "chat_template", template)
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": refused if n == 1 else asked, "answer": 42} for n in range(5)])
+    seen = inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(system="none"), qwen_tokenizer)
+    assert (seen["rows"], seen["usable"], seen["prompt_tokens"]["measured"]) == (5, 4, 4)
+    assert (seen["bad_rows"]["count"], seen["bad_rows"]["refused"]) == (1, 1)
+    assert "no tools" in seen["bad_rows"]["first"][0]["reason"]
+    assert ["prompt" in example for example in seen["examples"]] == [True, False, True]
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": refused, "answer": 42}])
+    with pytest.raises(ModelError, match="no tools"):
+        inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(), qwen_tokenizer)
+
+
+def test_inspection_tells_system_turns_of_the_rows_own(tmp_path: Path, qwen_tokenizer: Any) -> None:
+    talk = [{"role": "system", "content": "Put the final answer in \\boxed{}."}, {"role": "user", "content": "6 x 7?"}]
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": talk, "answer": 42}])
+    seen = inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(), qwen_tokenizer)
+    assert (seen["answer_style"], seen["own_system"]) == ("xml", 1)
+    assert [note.split(", so")[0] for note in seen["notes"]] == [
+        "prompts ask for the answer by \\boxed, but it is looked for by <answer>"
+    ]
+    assert inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(system="boxed"), qwen_tokenizer)["notes"] == []
 
 
 def test_inspection_without_a_tokenizer_and_of_other_sources(tmp_path: Path) -> None:

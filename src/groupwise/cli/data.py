@@ -96,7 +96,7 @@ def _first_turn(config: Config, tokenizer: Any) -> Callable[[Problem, str | None
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    from groupwise.cli.show import console, table
+    from groupwise.cli.show import console, print_notes, table
     from groupwise.tracking.text import harmless
 
     out = console()
@@ -108,7 +108,10 @@ def _print_report(report: dict[str, Any]) -> None:
     say(f"{report['source']} ({report['split']}): {report['rows']:,} rows, {report['usable']:,} usable", "bold")
     if columns["all"]:
         say(f"columns    {', '.join(columns['all'])}: question from {columns['prompt']}, answer from {columns['answer']}")
-    say(f"answers    in the {report['answer_style']} style; system prompt: {report['system'] or 'none'}")
+    own, shown = report["own_system"], report["system"] or "none"
+    if own:
+        shown = "each row's own" if own == report["usable"] else f"{shown} (of {own:,} rows their own)"
+    say(f"answers    in the {report['answer_style']} style; system prompt: {shown}")
     if lengths:
         say(
             f"prompts    {lengths['min']} to {lengths['max']} tokens, median {lengths['median']}, 95% up to {lengths['p95']} "
@@ -121,4 +124,8 @@ def _print_report(report: dict[str, Any]) -> None:
     bad = report["bad_rows"]
     if bad["count"]:
         out.print(table(["row", "why it cannot be used"], [(one["row"], one["reason"]) for one in bad["first"]], ""))
-        say(f"{bad['count']:,} rows cannot be used; data.on_bad_answer=drop leaves them out, counted", "yellow")
+        remedy = "data.on_bad_answer=drop leaves them out, counted"
+        if refused := bad["refused"]:
+            remedy = f"the chat template refuses {refused:,} of them, and data.on_bad_answer=drop leaves out the others alone"
+        say(f"{bad['count']:,} rows cannot be used; {remedy}", "yellow")
+    print_notes(report["notes"], out)

@@ -16,8 +16,8 @@ from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
 
 __all__ = [
-    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "render", "resolve_system", "unknown_arguments",
-    "worked_completion", "worked_expressions",
+    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "note_on_options", "note_on_place", "render",
+    "resolve_system", "unknown_arguments", "worked_completion", "worked_expressions",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ SYSTEM_PROMPTS: dict[str, str] = {
 
 BOXED_COLUMNS = ({"problem", "answer", "difficulty"}, {"prompt", "reward_model"})
 """Columns of POLARIS, and of the layout that it keeps its benchmarks in: their answers are LaTeX."""
+MARKS: dict[AnswerStyle, str] = {"boxed": "\\boxed", "xml": "<answer>", "plain": "####"}
+"""What a prompt mentions that asks for the answer in a style's place."""
 CALCULATOR_MARK = re.compile(r"<<([^<>]*?)(?:=[^<>]*)?>>")
 
 
@@ -78,8 +80,7 @@ def resolve_system(prompt: PromptConfig, data: DataConfig) -> tuple[str | None, 
         return SYSTEM_PROMPTS[style], style
     if prompt.system == "none":
         return None, default_style(data)
-    mentions: tuple[tuple[str, AnswerStyle], ...] = (("\\boxed", "boxed"), ("<answer>", "xml"), ("####", "plain"))
-    mentioned = [style for mark, style in mentions if mark in prompt.system]
+    mentioned = [style for style, mark in MARKS.items() if mark in prompt.system]
     return prompt.system, mentioned[0] if mentioned else default_style(data)
 
 
@@ -124,6 +125,35 @@ def note_on_date(tokenizer: Any, prompt: PromptConfig) -> str | None:
         "the chat template writes today's date into prompts, so a run that is resumed or evaluated on another day has others: to keep "
         f"them, take a copy of the model's folder, and change its chat template: {remedy}."
     )
+
+
+def note_on_place(prompts: Sequence[Prompt], style: AnswerStyle) -> str | None:
+    """A sentence where ``prompts`` ask for the answer in another place than that of ``style``, where it is looked for; else None.
+
+    A row's own turns may ask for another, and its own system turn takes the place of ``prompt.system``.
+    """
+    if not prompts or any(MARKS[style] in one.text for one in prompts):
+        return None
+    for asked, mark in MARKS.items():
+        if all(mark in one.text for one in prompts):
+            named = "a prompt.system that mentions ####" if asked == "plain" else f"prompt.system={asked}"
+            return (
+                f"prompts ask for the answer by {mark}, but it is looked for by {MARKS[style]}, so a right one counts as wrong: "
+                f"set {named}."
+            )
+    return None
+
+
+def note_on_options(prompt: Prompt) -> str | None:
+    """A sentence where the row has options to choose from, as those of MMLU have, and the prompt does not show them; else None."""
+    for name in ("choices", "options"):
+        options = prompt.problem.columns.get(name)
+        if isinstance(options, (list, tuple)) and not all(str(one) in prompt.text for one in options):
+            return (
+                f"rows have options in the column {name!r}, which prompts do not show, and the first answer is "
+                f"{prompt.problem.answer!r}: write the options into the question."
+            )
+    return None
 
 
 def _conversation(question: str | Sequence[Message], system: str | None) -> list[Message]:

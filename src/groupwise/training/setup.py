@@ -18,9 +18,17 @@ from transformers import PretrainedConfig
 from groupwise.algorithm import Objective
 from groupwise.config.combinations import note_on_processes, notes, prompt_limit, refuse_untrainable
 from groupwise.config.schema import Config
+from groupwise.data.answers import AnswerStyle
 from groupwise.data.named import is_prepared
-from groupwise.data.prompts import drop_long_prompts, note_on_date, resolve_system, unknown_arguments
-from groupwise.data.sources import ProblemSet, load_problems
+from groupwise.data.prompts import (
+    drop_long_prompts,
+    note_on_date,
+    note_on_options,
+    note_on_place,
+    resolve_system,
+    unknown_arguments,
+)
+from groupwise.data.sources import ProblemSet, has_answers, load_problems
 from groupwise.distributed import world_size
 from groupwise.engines import check_engine
 from groupwise.engines.vllm.engine import check_vllm
@@ -54,6 +62,8 @@ __all__ = ["LazyPrompts", "Prepared", "prepare"]
 
 Render = Callable[[Problem], Prompt]
 StartTogether = Callable[[Sequence[Problem]], None]
+_FIRST = 4
+"""Prompts that are looked at for what they ask."""
 
 
 class LazyPrompts(Sequence[Prompt]):
@@ -187,11 +197,20 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         episodes=episodes,
         context_length=context,
         notes=[
+            *_notes_on_prompts(config, train, answer_style),
             *_note_on_tools(episodes),
             *_notes(config, suite, hf_config, tokenizer, processes or world_size(), dropped, short, folder),
         ],
         short_of_memory=short,
     )
+
+
+def _notes_on_prompts(config: Config, train: LazyPrompts, style: AnswerStyle) -> list[str]:
+    """What the first prompts show too little of; of an episode only one is looked at, whose beginning may take long."""
+    if not has_answers(config.data):
+        return []
+    first = train.take(range(1 if config.rollout.has_episodes else min(_FIRST, len(train))))
+    return [note for note in (note_on_place(first, style), note_on_options(first[0])) if note]
 
 
 def _note_on_tools(episodes: Episodes | None) -> list[str]:
