@@ -315,6 +315,27 @@ def test_a_bad_beginning_is_over_where_groups_differ_now(tmp_path):
     assert "no-variance" in findings_of(tmp_path / "first", first), "it is said while it lasts"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "teach"),
+    [
+        (["algorithm.preset=grpo"], False),
+        (["algorithm.preset=dr_grpo"], False),
+        (["algorithm.preset=ppo"], True),
+        (["algorithm.preset=reinforce++"], True),
+        (["algorithm.preset=gdpo"], True),
+        (["algorithm.advantage.baseline=none", "algorithm.advantage.scale=none"], True),
+        (["algorithm.kl.beta=0.03", "algorithm.kl.placement=reward"], True),
+    ],
+)
+def test_groups_without_variance_are_no_fault_where_they_teach(tmp_path, overrides, teach):
+    """As two completions of each prompt, of which one in twenty is right: most pairs are wrong twice."""
+    hard = {"groups/zero_variance": 0.95, "accuracy/strict": 0.05, "reward/mean": 0.1}
+    found = findings_of(tmp_path / "hard", Story(overrides=overrides, accuracy=lambda p: 0.05, metrics=lambda step, p: hard))
+    assert ("no-variance" in found) is not teach
+    found = findings_of(tmp_path / "solved", Story(overrides=overrides, metrics=soon_solved))
+    assert ("reward-saturated" in found) is not teach
+
+
 def test_the_best_of_many_evaluations_is_better_by_chance(tmp_path):
     """Of 40 problems the best middle evaluation has 6 that are wrong at the end: p = 0.03 for a pair that nobody chose."""
     rising = {"metrics": lambda step, p: {"reward/mean": 1.0 + 2 * p}, "accuracy": lambda p: 0.6}

@@ -243,6 +243,13 @@ class AlgorithmConfig(Section):
         """Whether a value is learned."""
         return self.value is not None
 
+    @property
+    def flat_groups_teach(self) -> bool:
+        """Whether a group whose completions all scored the same has advantages: more than its summed rewards is compared."""
+        advantage = self.advantage
+        across = isinstance(advantage, GroupAdvantage) and advantage.baseline in ("batch_mean", "none")
+        return across or advantage.type in ("gae", "gdpo") or (self.kl is not None and self.kl.placement != "loss")
+
 
 def _former_error(name: str, value: Any) -> InitErrorDetails:
     error = PydanticCustomError("former_key", "{sentence}", {"sentence": former_key(name)})

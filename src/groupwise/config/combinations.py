@@ -117,11 +117,7 @@ def _sampling(config: Config) -> Iterator[str]:
             f"{' and '.join(cut)} cuts tokens out of the sampled distribution, while the loss scores the full one: "
             "the gradient is biased towards what was left in."
         )
-    advantage, kl = config.algorithm.advantage, config.algorithm.kl
-    across = advantage.type in ("gae", "gdpo") or (
-        isinstance(advantage, GroupAdvantage) and advantage.baseline in ("batch_mean", "none")
-    )
-    if rollout.refill_rounds and (across or (kl is not None and kl.placement != "loss")):
+    if rollout.refill_rounds and config.algorithm.flat_groups_teach:
         yield (
             f"rollout.refill_rounds={rollout.refill_rounds} replaces groups whose rewards are all the same, but with this algorithm they "
             "teach too: it compares more than the summed rewards within a group."

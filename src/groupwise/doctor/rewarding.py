@@ -72,7 +72,7 @@ def exploding(run: RunRecord) -> Evidence | None:
 def saturated(run: RunRecord) -> Evidence | None:
     """Nearly every group has one score throughout, and it is the best one."""
     flat, stretch = series(run, "groups/zero_variance"), late_stretch(run)
-    if stretch is None or mean(flat.values[-STRETCH:]) < 0.95 or not solved(run, stretch):
+    if stretch is None or flat_groups_teach(run) or mean(flat.values[-STRETCH:]) < 0.95 or not solved(run, stretch):
         return None
     share, accuracy = mean(flat.values[-STRETCH:]), over(accuracy_of(run), stretch)
     return Evidence(
@@ -88,7 +88,7 @@ def no_variance(run: RunRecord) -> Evidence | None:
     """Nearly every group scored the same throughout although the problems are not solved."""
     flat = flat_in_batch(run)
     worst = worst_stretch(flat, min(STRETCH, len(flat))) if len(flat) >= 3 else None
-    if worst is None or worst[0] < NEARLY_ALL or solved(run, worst[1]):
+    if worst is None or flat_groups_teach(run) or worst[0] < NEARLY_ALL or solved(run, worst[1]):
         return None
     if flat.late < NEARLY_ALL:  # some ten steps with few groups each are flat by chance, and what was so at first is over
         return None
@@ -102,6 +102,10 @@ def no_variance(run: RunRecord) -> Evidence | None:
         known({"zero_variance": share, "reward": reward, "accuracy": accuracy, "updates": updates}),
         three(completions_between(run, stretch)),
     )
+
+
+def flat_groups_teach(run: RunRecord) -> bool:
+    return run.config is not None and run.config.algorithm.flat_groups_teach
 
 
 def known(numbers: Mapping[str, float]) -> dict[str, float]:
