@@ -150,6 +150,42 @@ def test_other_numbers_in_the_same_story_are_another_problem():
     assert leakage(problem_set(*signs)) is None
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("(3 + 2) * 4 = ?", "3 + (2 * 4) = ?"),
+        ("((3 + 2) * 4) - 1", "(3 + 2) * (4 - 1)"),
+        ("What is 5!?", "What is 5?"),
+        ("f'(2) = ?", "f(2) = ?"),
+        ("What is the mean of 1.2, 3?", "What is the mean of 1, 2.3?"),
+        ("What is .5 of it?", "What is 5 of it?"),
+        ("Is x != y?", "Is x = y?"),
+    ],
+)
+def test_brackets_points_primes_and_factorials_make_another_question(first, second):
+    one, other = Problem("a", first, "1"), Problem("b", second, "2")
+    assert contradictions(problem_set([one, other])) is None
+    assert duplicates(problem_set([one, other])) is None
+    assert leakage(problem_set([one], [other])) is None
+    long = "Work this out step by step, and write the number that it comes to behind all that you have reasoned: {}"
+    one, other = (replace(problem, question=long.format(problem.question)) for problem in (one, other))
+    assert leakage(problem_set([one], [other])) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("How lucky! Ann’s hens (all 3) lay 12 eggs.", "How lucky, Ann's hens, all 3, lay 12 eggs"),
+        ("What does it cost (in dollars)?", "What does it cost, in dollars?"),
+        ("Choose: (A) 12 (B) 15", "Choose: A 12, B 15"),
+        ("What is f(2), in students' words?", "What is f (2) in students’ words"),
+        ("(3+2)*4=?", "( 3 + 2 ) * 4 = ?"),
+    ],
+)
+def test_brackets_and_marks_of_prose_make_no_other_question(first, second):
+    assert leakage(problem_set([Problem("a", first, "1")], [Problem("b", second, "1")])).numbers["leaked"] == 1
+
+
 def test_gsm8k_as_published_has_no_leak(shared_data):
     folder = shared_data / "gsm8k"
     overrides = [f"data.source={folder / 'train.jsonl'}", f"data.eval_source={folder / 'test.jsonl'}"]

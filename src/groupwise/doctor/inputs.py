@@ -127,8 +127,13 @@ def truncated_distribution(config: Config) -> Evidence | None:
     )
 
 
-WORD = re.compile(r"\w+|[^\w\s.,;:!?'\"’“”()]")
-"""Words, numbers and the signs of mathematics; without its sign 3 - 2 would be 3 + 2."""
+WORD = re.compile(r"(?<![\w'])[a-z]'+(?!\w)|\d+(?:\.\d+)+|(?<![\w.])\.\d+|\w+|[^\w\s.,;:?'\"“”()]")
+"""Words, numbers and the signs of mathematics. Without its sign 3 - 2 would be 3 + 2, without its point 1.2, 3 would be 1, 2.3, and without
+its prime f'(2) would be f(2)."""
+PAIR, ONE_WORD = re.compile(r"(?<!\\)\(([^()]*)(?<!\\)\)"), re.compile(r"\s*[\w.]*\s*")
+LETTERS, OPERATOR = re.compile(r"[^\W\d_]{2}"), re.compile(r"[+*^=<>\\]")
+EXCLAMATION = re.compile(r"(?<![\d)\]}!])(?<!\b[a-z])!+(?![!=])")
+"""Marks that end a sentence; behind a number, a bracket or a single letter they are factorials."""
 SHINGLE = 8
 """Words in a row that are compared."""
 OVERLAP = 0.8
@@ -146,7 +151,17 @@ def words_of(problem: Problem) -> tuple[str, ...]:
 
 
 def words_in(text: str) -> tuple[str, ...]:
-    return tuple(WORD.findall(text.lower()))
+    text, pairs = EXCLAMATION.sub(" ", text.lower().replace("’", "'")), 1
+    while pairs:  # the innermost first
+        text, pairs = PAIR.subn(without_or_marked, text)
+    return tuple(WORD.findall(text))
+
+
+def without_or_marked(pair: re.Match[str]) -> str:
+    """What stands in a pair of brackets, between ⟨ and ⟩ where they say what is computed first: not around prose or a single word."""
+    inner = pair[1]
+    punctuation = ONE_WORD.fullmatch(inner) or (LETTERS.search(inner) and not OPERATOR.search(inner))
+    return f" {inner} " if punctuation else f"⟨{inner}⟩"
 
 
 def pair(first: Problem, second: Problem, remark: str) -> Example:
@@ -239,7 +254,8 @@ def shingles(words: Sequence[str]) -> list[int]:
 
 
 def numbers_in(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for word in words if word[0].isdigit())
+    """With primes, factorials and brackets, by which the same numbers come to something else."""
+    return tuple(word for word in words if word[0].isdigit() or word[0] in ".⟨⟩!" or word[-1] == "'")
 
 
 def most_shared(own: Sequence[int], holders: Mapping[int, Sequence[int]]) -> list[int]:
