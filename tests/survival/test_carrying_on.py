@@ -18,6 +18,7 @@ from groupwise.config.algorithm import CorrectionConfig
 from groupwise.errors import CheckpointError, ConfigError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_stage
 from groupwise.tracking import RunFolder
+from groupwise.tracking.reading import read_run
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from groupwise.training.resume import drift
@@ -253,10 +254,24 @@ def test_a_change_of_the_result_is_refused_and_any_other_is_not(small_config, le
     other = small_config(**EVERY, optimizer={"learning_rate": 2e-3})
     with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.001 -> 0\.002.*--accept-changes"):
         go(other, letters, quiet, folder, resume=True)
+    before = (folder / "config.yaml").read_bytes()
     before_its_end(go(other, letters, quiet, folder, resume=True, accept_changes=True).folder)
+    assert (folder / "config-step-4.yaml").read_bytes() == before
+    assert read_run(folder).config.optimizer.learning_rate == 2e-3
+    assert json.loads((folder / "environment.json").read_text())["seeds"]["training.seed"] == other.training.seed
     before_its_end(go(small_config(**EVERY, evaluation={"problems": 2}), letters, quiet, folder, resume=True).folder)
     skips = small_config(**EVERY, rewards={"on_error": "skip"})  # what a run that a reward has ended is advised to do
     go(skips, letters, quiet, folder, resume=True)
+
+
+def test_a_run_that_starts_from_the_beginning_has_the_settings_of_its_new_start(small_config, letters, quiet, tmp_path):
+    folder = before_its_end(go(small_config(), letters, quiet, tmp_path / "run").folder)
+    (folder / "trained.json").unlink(missing_ok=True)
+    other = small_config(training={"steps": 1, "seed": 5})
+    go(other, letters, quiet, folder, resume=True)
+    assert read_run(folder).config.model_dump() == other.model_dump()
+    assert json.loads((folder / "environment.json").read_text())["seeds"]["training.seed"] == 5
+    assert not list(folder.glob("config-step-*"))
 
 
 def test_a_setting_that_came_since_had_its_default(small_config):

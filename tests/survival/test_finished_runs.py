@@ -17,6 +17,7 @@ from groupwise.errors import CheckpointError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_stage
 from groupwise.models.load import save_model
 from groupwise.tracking import RunFolder
+from groupwise.tracking.reading import read_run
 from groupwise.training import checkpoint, ending
 from groupwise.training.checkpoint_folder import latest_checkpoint
 from groupwise.training.loop import train
@@ -102,6 +103,7 @@ def test_more_steps_keep_what_there_was_until_its_successor_is_whole(small_confi
     whole = go(small_config(training={"steps": 4}, output=CHECKPOINTS), letters, quiet, tmp_path / "whole").folder
     folder = go(small_config(output=CHECKPOINTS), letters, quiet, tmp_path / "run").folder
     model, summary = content(folder / "final_model"), (folder / "summary.json").read_bytes()
+    settings, begun = (folder / "config.yaml").read_bytes(), (folder / "config.yaml").stat().st_mtime_ns
     judged = (folder / "evaluations" / "final-sampled.jsonl").read_bytes()
     longer = small_config(training={"steps": 4}, output=CHECKPOINTS)
 
@@ -114,6 +116,9 @@ def test_more_steps_keep_what_there_was_until_its_successor_is_whole(small_confi
         assert content(folder / "final_model") == model
         assert (folder / "summary-step-2.json").read_bytes() == summary
         assert (folder / "evaluations" / "step-2-sampled.jsonl").read_bytes() == judged
+        assert (folder / "config-step-2.yaml").read_bytes() == settings
+        assert read_run(folder).config.model_dump() == longer.model_dump(), "what the report and the doctor go by"
+        assert (folder / "config.yaml").stat().st_mtime_ns == begun, "no later run than it was"
     with monkeypatch.context() as patch:
         patch.setattr("groupwise.tracking.run_folder.os.rename", no_room)
         with pytest.raises(TrainingError, match="No space left"):

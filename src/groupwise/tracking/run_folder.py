@@ -59,6 +59,7 @@ class RunFolder:
     trained.json           while the final model is judged: all that resuming needs, with the model, to come to the end
     summary.json           what the run came to
     summary-step-N.json    what it had come to before it was continued to more steps
+    config-step-N.yaml     the settings of its steps up to N, where it was resumed with others then
     """
 
     def __init__(self, path: Path) -> None:
@@ -181,17 +182,23 @@ class RunFolder:
             return 0.0
 
     def write_start(self, config: Config, recipe_name: str, command: Sequence[str] | None) -> None:
-        resolved = hide_secrets(config.model_dump(mode="json"))
-        write_text(self.config, yaml_text(resolved))
-        seeds = {
-            "training.seed": config.training.seed,
-            "data.split_seed": config.data.split_seed,
-            "evaluation.seed": config.evaluation.seed,
-        }
+        self.write_settings(config)
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        about = {"recipe": recipe_name, "id": uuid.uuid4().hex[:12], "started": started, "seeds": seeds}
-        about["answer_style"] = default_style(config.data)  # for who asks the model where the data do not lie
-        write_json(self.environment, {**about, **describe_environment(command)})
+        about = {"recipe": recipe_name, "id": uuid.uuid4().hex[:12], "started": started}
+        write_json(self.environment, {**about, **said_by(config), **describe_environment(command)})
+
+    def write_settings(self, config: Config) -> None:
+        write_text(self.config, yaml_text(hide_secrets(config.model_dump(mode="json"))))
+
+    def replace_settings(self, config: Config, step: int) -> None:
+        """Write those that a run is resumed with after ``step`` steps, and keep those that it made them with. Raises OSError."""
+        earlier, begun = self.path / f"config-step-{step}.yaml", self.config.stat()
+        if step and not earlier.exists():  # else this step was resumed from before, and what followed is cut back
+            write_bytes(earlier, self.config.read_bytes())
+        self.write_settings(config)
+        os.utime(self.config, ns=(begun.st_atime_ns, begun.st_mtime_ns))  # `newest_run` goes by when a run began
+        if self.environment.is_file():
+            write_json(self.environment, {**self.read_environment(), **said_by(config)})
 
     def add_to_environment(self, **facts: object) -> None:
         """Add what was found out after the run had begun.
@@ -303,6 +310,16 @@ class RunFolder:
             f"{str(path)!r} cannot be written ({error.strerror or error}): a run needs a writable folder with free space; free "
             "some, or name another with --run-folder PATH (the setting is output.folder)"
         )
+
+
+def said_by(config: Config) -> dict[str, Any]:
+    """What a run's environment.json has of its settings."""
+    seeds = {
+        "training.seed": config.training.seed,
+        "data.split_seed": config.data.split_seed,
+        "evaluation.seed": config.evaluation.seed,
+    }
+    return {"seeds": seeds, "answer_style": default_style(config.data)}  # for who asks the model where the data do not lie
 
 
 def flock(path: Path, *, shared: bool) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from groupwise.errors import CheckpointError, DataError
 from groupwise.evaluation import Evaluation
 from groupwise.evaluation.figures import figures
 from groupwise.tracking import RunFolder
+from groupwise.tracking.reading import fitting_config, read_settings
 from groupwise.tracking.run_folder import base_name, check_named, ending_of, is_unused
 from groupwise.tracking.text import hide_secrets
 from groupwise.training.checkpoint_folder import latest_checkpoint, newest_sound_checkpoint, read_state, set_damaged_aside
@@ -29,6 +31,7 @@ __all__ = [
     "drift",
     "earlier_evaluations",
     "folder_of",
+    "has_other_settings",
     "newest_run",
     "refuse_to_share",
     "trained_in",
@@ -238,6 +241,14 @@ def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list
     if state.get("data", prepared.problems.fingerprint) != prepared.problems.fingerprint:
         harmful.append(f"the data itself: fingerprint {state['data']} -> {prepared.problems.fingerprint}")
     return harmful, harmless
+
+
+def has_other_settings(folder: RunFolder, config: Config) -> bool:
+    """Whether the folder's config.yaml says anything else than ``config``, or cannot be read."""
+    written = read_settings(folder.config, Counter())
+    known = fitting_config(written, Counter())
+    before = _flat(known.model_dump(mode="json")) | _flat(dict(written)) if known else {}
+    return before != _flat(hide_secrets(config.model_dump(mode="json")))
 
 
 def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str], None], accept: bool) -> None:

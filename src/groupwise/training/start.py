@@ -40,6 +40,7 @@ from groupwise.training.resume import (
     continue_in,
     earlier_evaluations,
     folder_of,
+    has_other_settings,
     refuse_to_share,
     trained_in,
     unfinished_note,
@@ -164,7 +165,10 @@ class RunFolderResolver:
             self.said.append(f"It had finished after step {ending.steps}; that model stays until the next one is written.")
         if "steps_asked" not in state:
             folder.trained.unlink(missing_ok=True)
-        cut_back(folder, int(state["step"]) if state else None)
+        step = int(state["step"]) if state else None
+        cut_back(folder, step)
+        if has_other_settings(folder, self.config):  # after `ending_of`, which of an early version's run reads the steps there
+            folder.replace_settings(self.config, step or 0)
         if not state:
             self.said.append(f"{folder.path} holds no checkpoint yet: the run starts from the beginning.")
 
