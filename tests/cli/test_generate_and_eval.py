@@ -593,6 +593,37 @@ def test_models_judged_on_other_problems_are_shown_and_written_all_the_same(grou
     assert "cannot be compared (greedy)" in flat(result.stderr)
     assert len(both.read_text().splitlines()) == 12 + 3
     assert "strict" in result.stdout
+    assert f"{tiny_model} ({before}) and {tiny_model} cannot be compared" in flat(result.stderr)
+    again = groupwise("eval", both, "--json")
+    assert [m["model"] for m in json.loads(again.stdout)["models"]] == [f"{tiny_model} ({before})", str(tiny_model)]
+
+
+def test_samples_without_a_sampled_mode_are_said_to_do_nothing(groupwise, tiny_model, problems):
+    words = ["--data", problems, "rollout.max_completion_tokens=4", "model.dtype=float32", "evaluation.modes=[greedy]"]
+    told = "evaluation.samples=3 has no effect here: evaluation.modes has no sampled mode."
+    for more in (["--samples", "3"], ["evaluation.samples=3"]):
+        assert told in flat(groupwise("eval", tiny_model, *words, *more).stderr)
+
+
+def test_records_of_other_models_are_not_replaced(groupwise, tiny_model, run_folder, problems, tmp_path):
+    words = ["--data", problems, "rollout.max_completion_tokens=4", "model.dtype=float32", "evaluation.problems=2"]
+    out, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
+    greedy = [*words, "evaluation.modes=[greedy]", "--out", out]
+    assert groupwise("eval", tiny_model, *greedy).exit_code == 0
+    before = out.read_bytes()
+    other.write_text(out.read_text().replace(json.dumps(str(tiny_model)), '"another"'))
+    for asked in ([run_folder, *greedy], [tiny_model, *words, "evaluation.modes=[sampled]", "--out", out], [other, "--out", out]):
+        refused = groupwise("eval", *asked)
+        assert refused.exit_code == 2
+        assert f"has greedy completions of {tiny_model}, which this command does not judge and would lose" in flat(refused.stderr)
+        assert out.read_bytes() == before
+    for asked in ([tiny_model, run_folder, *greedy], [out, "--out", out]):
+        assert groupwise("eval", *asked).exit_code == 0
+        assert len(out.read_bytes().splitlines()) == 2 * 2
+    other.write_text("my notes\n")
+    refused = groupwise("eval", tiny_model, *words, "--out", other)
+    assert (refused.exit_code, other.read_text()) == (2, "my notes\n")
+    assert "would be replaced, and has no records" in flat(refused.stderr)
 
 
 def test_two_models_are_compared_and_their_records_judged_again(groupwise, tiny_model, run_folder, problems, tmp_path):

@@ -24,6 +24,7 @@ from groupwise.evaluation import (
 )
 from groupwise.evaluation.figures import figures, first_samples
 from groupwise.evaluation.judging import training_effect
+from groupwise.evaluation.models import told_apart
 from groupwise.evaluation.records import latex_right, make_record
 from groupwise.metrics import wilson_interval
 from groupwise.tracking.tables import comparison_lines, condition_line, condition_lines, judged_tables, legend, summary_lines
@@ -145,12 +146,33 @@ def test_other_data_are_not_compared():
         record["expected"] = "13"
     with pytest.raises(DataError, match="base and new cannot be compared"):
         compare_models([("base", [judged()]), ("new", [elsewhere])])
+    unpaired = []
+    (row,) = compare_models([("base", [judged()]), ("new", [elsewhere]), ("same", [judged()])], unpaired)
+    assert (row["after"], row["p_adjusted"]) == ("same", 1.0), "the others are compared all the same"
+    assert [str(one).partition(":")[0] for one in unpaired] == ["base and new cannot be compared (sampled)"]
 
 
 def test_a_run_that_judges_others_in_the_end_has_no_effect_to_show():
     one = replace(judged(), stage="base")
     assert training_effect({"base": one, "final": replace(judged(), stage="final")}) is not None
     assert training_effect({"base": one, "final": replace(judged(samples=1), stage="final")}) is None
+
+
+def test_a_model_of_two_files_is_named_with_its_file(tmp_path):
+    files = {"a.jsonl": [("m", [judged()]), ("n", [judged()])], "b.jsonl": [("m", [judged()])], "c.jsonl": [("w", [judged()])]}
+    found = told_apart(files, ["w"])
+    assert [name for group in found.values() for name, _ in group] == ["m (a.jsonl)", "n", "m (b.jsonl)", "w (c.jsonl)"]
+    write_records(path := tmp_path / "records.jsonl", found["a.jsonl"])
+    again = rescore(path)
+    write_records(path, told_apart({"x": again, "y": again}, [])["x"])
+    assert [name for name, _ in rescore(path)] == ["m (a.jsonl) (x)", "n (x)"]
+
+
+def test_two_evaluations_in_one_file_are_refused(tmp_path):
+    write_records(path := tmp_path / "records.jsonl", [("m", [judged()])])
+    path.write_bytes(2 * path.read_bytes())
+    with pytest.raises(DataError, match=r"have sample 0 of problem a twice for m \(sampled\).*give each a file of its own"):
+        rescore(path)
 
 
 def test_each_problem_s_records_have_their_own_budget(tmp_path, monkeypatch):

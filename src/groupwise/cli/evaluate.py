@@ -100,17 +100,14 @@ def evaluate(
         if source is not None:  # weights were asked: what they gave is in the file now
             partial_path(out).unlink(missing_ok=True)
         console(stderr=True).print(harmless(f"{count:,} completions with their verdicts in {out}"), soft_wrap=True)
-    unpaired: DataError | None = None
-    try:
-        comparisons = compare_models(judged)
-    except DataError as error:  # what was judged is written and shown all the same
-        comparisons, unpaired = [], error
+    unpaired: list[DataError] = []  # what was judged is written and shown all the same
+    comparisons = compare_models(judged, unpaired)
     if as_json:
         print_json(_as_json(judged, comparisons, data or source))
     else:
         _print(judged, comparisons, console())
-    if unpaired is not None:
-        raise unpaired
+    if unpaired:
+        raise DataError("; ".join(map(str, unpaired)))
 
 
 def _check_out(out: Path) -> None:
@@ -150,24 +147,33 @@ def _judge(
     models: Sequence[str], overrides: Sequence[str], aside: Console, out: Path | None, resume: bool
 ) -> tuple[list[Judged], str | None]:
     """Records files first, since they need no weights; the order is that of ``models``."""
-    from groupwise.evaluation.models import partial_records, rescore
+    from groupwise.config.combinations import unsampled
+    from groupwise.evaluation.models import check_replaced, partial_records, rescore, told_apart
 
-    records = {model: rescore(Path(model)) for model in models if Path(model).suffix == ".jsonl"}
-    weights = [model for model in models if model not in records]
+    weights = [model for model in models if Path(model).suffix != ".jsonl"]
+    records = told_apart({model: rescore(Path(model)) for model in models if model not in weights}, weights)
+    others = {(model, one.mode) for group in records.values() for model, evaluations in group for one in evaluations}
     judged: dict[str, list[Judged]] = {**records}
     source = None
     if weights:
         config, names = _shared_settings(weights, overrides, aside)
         check_device_map(config.model.device_map, 1)  # which may be one of the settings
         source = config.data.eval_source or config.data.source
+        given = {override.partition("=")[0] for override in overrides}
+        for note in unsampled(config):
+            name = note.partition("=")[0]
+            if {name, name.rpartition(".")[2]} & given:  # a run's other settings are for its own evaluations
+                aside.print(f"Note: {note}", style="yellow", soft_wrap=True)
         with _world(config) as world:
-            others = {(model, one.mode) for group in records.values() for model, evaluations in group for one in evaluations}
             partial = partial_records(out, resume, config, world, weights, others) if out else None
             for model, name in zip(weights, names, strict=True):
                 own = partial.of(model) if partial else None
                 judged[model] = [(model, _with_weights(name, config, aside, world, own, title=len(models) > 1))]
-    elif overrides:
+        return [one for model in models for one in judged[model]], source
+    if overrides:
         aside.print("records are judged as they were asked for: the settings given have no effect", style="yellow")
+    if out is not None:
+        check_replaced(out, others)
     return [one for model in models for one in judged[model]], source
 
 

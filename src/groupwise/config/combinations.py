@@ -21,6 +21,7 @@ __all__ = [
     "refuse_short_critic",
     "refuse_undividable",
     "refuse_untrainable",
+    "unsampled",
     "unsaved_work",
 ]
 
@@ -177,11 +178,17 @@ def _optimizer(config: Config) -> Iterator[str]:
             yield _without_effect(f"warm_start.{name}", getattr(config.warm_start, name), "warm_start.steps is 0")
 
 
-def _evaluation(config: Config) -> Iterator[str]:
+def unsampled(config: Config) -> Iterator[str]:
+    """A note alone: modes are chosen for one evaluation, and a trial sets its temperature."""
     evaluation = config.evaluation
-    if "sampled" not in evaluation.modes:  # a note alone: modes are chosen for one evaluation, and a trial sets its temperature
+    if "sampled" not in evaluation.modes:
         for name in chosen(evaluation, "temperature", "seed", "samples"):
             yield _without_effect(f"evaluation.{name}", getattr(evaluation, name), "evaluation.modes has no sampled mode")
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    evaluation = config.evaluation
+    yield from unsampled(config)
     # A note alone, as for checkpoints: the interval is the recipe's, and the run was cut short for a try.
     if evaluation.every > config.training.steps > 0:
         yield _without_effect("evaluation.every", evaluation.every, f"the run has only {config.training.steps} steps")

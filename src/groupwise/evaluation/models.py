@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,20 @@ from groupwise.durable import write_bytes
 from groupwise.errors import ConfigError, DataError
 from groupwise.evaluation.figures import headline_verdict, holm, paired_comparison
 from groupwise.evaluation.judging import Evaluation, evaluate_stage, evaluation_of, held_out_prompts, with_shots
-from groupwise.evaluation.records import CONDITIONS, PartialRecords, judge_again, read_records, told_if_lost
+from groupwise.evaluation.records import CONDITIONS, PartialRecords, judge_again, read_records, refuse_to_lose, told_if_lost
 from groupwise.tracking import Trackers
 from groupwise.tracking.files import json_line
 
 __all__ = [
     "Judged",
+    "check_replaced",
     "compare_models",
     "data_overrides",
     "evaluate_model",
     "partial_path",
     "partial_records",
     "rescore",
+    "told_apart",
     "write_records",
 ]
 
@@ -122,11 +125,19 @@ def rescore(path: Path) -> list[Judged]:
     """Records that ``eval --out`` wrote, judged again by today's rules, for each model and mode in the file.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file holds something else, or a sample of a problem twice.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    problem = None
+    problem, seen = None, set[tuple[str, str, str, int]]()
     for record in read_records(path):
+        if isinstance(sample := record.get("sample"), int):  # files of the first version have none
+            one = (record["model"], record["mode"], record["problem"], sample)
+            if one in seen:
+                raise DataError(
+                    f"the records {str(path)!r} have sample {sample} of problem {one[2]} twice for {one[0]} ({one[1]}), as where two "
+                    "evaluations were put into one file: give each a file of its own"
+                )
+            seen.add(one)
         if record["problem"] != problem:
             renew_budget()  # as in judging: what some answers cost must not leave the other problems' unchecked
             problem = record["problem"]
@@ -139,11 +150,22 @@ def rescore(path: Path) -> list[Judged]:
     return list(judged.items())
 
 
-def compare_models(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+def told_apart(records: Mapping[str, Sequence[Judged]], weights: Collection[str]) -> dict[str, list[Judged]]:
+    """The models of each file of records. One that stands in another file too, or is among the ``weights`` that are judged now, is named
+    with its file: ``runs/NAME (yesterday.jsonl)``."""
+    times = Counter([*weights, *(model for judged in records.values() for model, _ in judged)])
+    return {
+        file: [(f"{model} ({file})" if times[model] > 1 else model, found) for model, found in judged]
+        for file, judged in records.items()
+    }
+
+
+def compare_models(judged: Sequence[Judged], unpaired: list[DataError] | None = None) -> list[dict[str, Any]]:
     """Each model against the first, mode by mode, by ``headline_verdict``. ``p_adjusted`` is Holm's, over the comparisons of a mode.
 
     Raises:
-        DataError: two of them were not judged on the same problems, or not asked as often.
+        DataError: two of them were not judged on the same problems, or not asked as often. Where there is a list ``unpaired`` it gets
+            that, and the others are compared.
     """
     compared: list[dict[str, Any]] = []
     first, baseline = judged[0]
@@ -157,7 +179,11 @@ def compare_models(judged: Sequence[Judged]) -> list[dict[str, Any]]:
             try:
                 paired = paired_comparison(reference.records, other.records, key=verdict)
             except DataError as error:
-                raise DataError(f"{first} and {model} cannot be compared ({reference.mode}): {error}") from error
+                told = DataError(f"{first} and {model} cannot be compared ({reference.mode}): {error}")
+                if unpaired is None:
+                    raise told from error
+                unpaired.append(told)
+                continue
             rows.append({"mode": reference.mode, "before": first, "after": model, "verdict": verdict, **paired})
         for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
             row["p_adjusted"] = adjusted
@@ -177,7 +203,7 @@ def partial_records(
 
     Raises:
         ConfigError: there is such a file, and ``resume`` is false.
-        DataError: it cannot be read, or holds something else, or what this command would lose.
+        DataError: it or ``out`` cannot be read, or holds something else, or what this command would lose.
         TrainingError: it cannot be written.
     """
     path = partial_path(out)
@@ -189,8 +215,20 @@ def partial_records(
         )
     part = max(1, config.rollout.max_concurrent_sequences // config.evaluation.samples) * world.size
     partial = PartialRecords(path, found, part, writes=world.is_first)
-    partial.check_named({*others, *((model, mode) for model in models for mode in config.evaluation.modes)})
+    asked = {*others, *((model, mode) for model in models for mode in config.evaluation.modes)}
+    partial.check_named(asked)
+    world.on_rank0(lambda: check_replaced(out, asked))
     return partial
+
+
+def check_replaced(out: Path, asked: Collection[tuple[str, str]]) -> None:
+    """Raise DataError where ``out`` has records of a model or mode that is not among ``asked`` (model, mode), or something else: it will be
+    replaced."""
+    try:
+        lines = PartialRecords.read(out)
+    except DataError as error:
+        raise DataError(f"--out {str(out)!r} would be replaced, and has no records ({error}): name another, or delete it") from error
+    refuse_to_lose(out, lines, asked)
 
 
 def write_records(path: Path, judged: Sequence[Judged]) -> int:
@@ -199,8 +237,8 @@ def write_records(path: Path, judged: Sequence[Judged]) -> int:
     Raises TrainingError where the disk does not take them.
     """
     path, partial = Path(os.path.realpath(path)), partial_path(path)
-    lines = [
-        json_line({"model": model, "mode": evaluation.mode, **evaluation.conditions, **record})
+    lines = [  # a record that was read has its former name, and `told_apart` may have given it another
+        json_line({"model": model, "mode": evaluation.mode, **evaluation.conditions, **record} | {"model": model})
         for model, evaluations in judged
         for evaluation in evaluations
         for record in evaluation.records

@@ -37,6 +37,7 @@ __all__ = [
     "matches",
     "read_records",
     "references_of",
+    "refuse_to_lose",
     "strict_match",
     "told_if_lost",
     "vote",
@@ -214,12 +215,7 @@ class PartialRecords:
 
     def check_named(self, asked: Collection[tuple[str, str]]) -> None:
         """Raise DataError where the file has a model or mode that is not among ``asked`` (model, mode): its records would be lost."""
-        for model, mode in dict.fromkeys((line["model"], line["mode"]) for line in self.found):
-            if (model, mode) not in asked:
-                raise DataError(
-                    f"{str(self.path.with_suffix(''))!r} has {mode} completions of {model}, which this command does not judge and would "
-                    "lose: name that model and mode too, or write to another --out"
-                )
+        refuse_to_lose(self.path.with_suffix(""), self.found, asked)
 
     def judged(self, mode: str, conditions: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """The records that there are of the first of ``prompts``.
@@ -249,6 +245,16 @@ class PartialRecords:
                 file.write(b"".join(json_line({"model": self.model, "mode": mode, **conditions, **record}) for record in records))
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def refuse_to_lose(out: Path, lines: Iterable[Mapping[str, Any]], asked: Collection[tuple[str, str]]) -> None:
+    """Raise DataError where ``lines``, which ``out`` has, are of a model or mode that is not among ``asked`` (model, mode)."""
+    for model, mode in dict.fromkeys((line["model"], line["mode"]) for line in lines):
+        if (model, mode) not in asked:
+            raise DataError(
+                f"{str(out)!r} has {mode} completions of {model}, which this command does not judge and would lose: name that model and "
+                "mode too (--resume keeps what was judged), or write to another --out"
+            )
 
 
 def _parsed(line: str, name: str) -> dict[str, Any]:
