@@ -314,6 +314,9 @@ def test_unchecked_samples_of_one_problem_leave_those_of_the_others():
     assert found["pass_at"]["2"][0] == pytest.approx(1 - math.comb(6, 2) / math.comb(8, 2)), "of b one sample is known"
     before, after = ([record("a", was, ""), record("b", then, "")] for was, then in ((True, True), (False, None)))
     assert first_samples(before, after) == [(True, False)]
+    for one in before:
+        one["expected"] = "1"
+    assert first_samples(before, after) == [], "a problem with another reference answer is another one"
 
 
 def rescore_one(record):

@@ -155,6 +155,17 @@ def test_several_samples_of_a_problem_are_compared_as_the_summary_does(tmp_path)
     assert [said[0] for said in packed[f"e-0-{shown['first_portion']}"][0]["said"]] == ["True", "False"], "the first of each"
 
 
+def test_stages_with_other_reference_answers_are_not_compared(tmp_path):
+    folder = write_run(tmp_path / "run", Story(metrics=lambda step, p: {"reward/mean": 1.0 + 2 * p}, evaluations=[("base", 0.9), ("final", 0.1)]))
+    before = parts(write_report([folder]).path)[0]["runs"][0]
+    assert [c["broken"] for c in before["comparisons"]] == [32, 32]
+    assert {"reward-hacking", "answers-lost"} <= {finding["rule"] for finding in before["findings"]}
+    judged_again(folder, lambda stage, rows: [{**row, "expected": stage} for row in rows])
+    after = parts(write_report([folder]).path)[0]["runs"][0]
+    assert after["comparisons"] == []
+    assert not {"reward-hacking", "answers-lost"} & {finding["rule"] for finding in after["findings"]}
+
+
 def test_what_an_environment_says_is_the_verdict_everywhere(tmp_path):
     folder = write_run(tmp_path / "run", Story(evaluations=[("base", 0.5), ("final", 0.5)]))
 

@@ -332,7 +332,8 @@ def lost_answers(run: RunRecord) -> Evidence | None:
                 {r["problem"]: r for r in reversed(e.records)} for e in (first, last)
             )  # the first samples, which were paired
             was, now = by_problem
-            lost = [r for name, r in now.items() if name in was and was[name]["lenient"] and r["lenient"] is False]
+            same = [(was[name], r) for name, r in now.items() if name in was and was[name]["expected"] == r["expected"]]
+            lost = [r for earlier, r in same if earlier["lenient"] and r["lenient"] is False]
             return Evidence(
                 f"held out ({mode}, {first.stage} to {last.stage}), right anywhere in the answer fell from {before:.1%} to "
                 f"{after:.1%}, and right in the place asked for went from {form_before:.1%} to {form_after:.1%}",

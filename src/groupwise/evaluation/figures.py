@@ -232,10 +232,12 @@ def headline_verdict(*evaluations: Sequence[Record]) -> str:
 
 def first_samples(before: Sequence[Record], after: Sequence[Record], key: str = "strict") -> list[tuple[bool, bool]]:
     """Verdicts (before, after) of each problem that both judge, by the first sample of each: further samples of a problem
-    are no pairs of their own. Without problems of which either verdict is unknown (``None``)."""
-    first, then = ({record["problem"]: record[key] for record in reversed(records)} for records in (before, after))
-    pairs = [(first.get(problem), then[problem]) for problem in dict.fromkeys(r["problem"] for r in after)]
-    return [(bool(was), bool(now)) for was, now in pairs if was is not None and now is not None]
+    are no pairs of their own. Without problems of which either verdict is unknown (``None``), and those of another reference answer,
+    which are of other data."""
+    first, then = ({record["problem"]: record for record in reversed(records)} for records in (before, after))
+    pairs = [(first[name], then[name]) for name in dict.fromkeys(r["problem"] for r in after) if name in first]
+    same = [(was[key], now[key]) for was, now in pairs if was.get("expected") == now.get("expected")]
+    return [(bool(was), bool(now)) for was, now in same if was is not None and now is not None]
 
 
 def count_right(samples_of_one: Sequence[Record], key: str) -> int:
