@@ -303,6 +303,28 @@ def test_one_of_four_letters_stands_for_many_problems_by_right(tmp_path):
     assert "most samples of 24 of 24 problems" in findings_of(tmp_path / "same", same)["mode-collapse"].summary
 
 
+def test_failed_groups_are_a_share_of_all_that_were_sampled(tmp_path):
+    refilled = Story(
+        overrides=["rollout.refill_rounds=3"], metrics=lambda step, p: {"groups/sampled": 32.0, "groups/failed": 3.0}
+    )  # of 8 that are learnt from
+    found = findings_of(tmp_path / "run", refilled)["reward-failing"]
+    assert (found.severity, found.numbers["share"]) == ("warning", pytest.approx(3 / 32))
+    assert "180 groups could not be scored (9.4% of all groups)" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("environment", "of_functions", "blamed"), [(True, 0.0, True), (True, 1.0, False), (False, 0.0, False), (True, None, False)]
+)
+def test_an_environment_that_fails_is_no_reward_function(tmp_path, environment, of_functions, blamed):
+    calls = {} if of_functions is None else {"calls/failed_correctness": of_functions}
+    story = Story(
+        overrides=["rollout.environment=game.py:Guess"] * environment,
+        metrics=lambda step, p: {**PLAYED, "groups/failed": float(step == 30)} | (calls if step == 30 else {}),
+    )
+    found = findings_of(tmp_path / "run", story)["reward-failing"]
+    assert ("no reward function failed, but the environment, which raised or took longer than" in found.summary) is blamed
+
+
 def test_a_bad_beginning_is_over_where_groups_differ_now(tmp_path):
     def flat(until):
         return Story(

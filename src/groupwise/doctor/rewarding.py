@@ -157,22 +157,32 @@ def moved(run: RunRecord, component: str) -> bool:
 
 
 def failing(run: RunRecord) -> Evidence | None:
-    """Groups left out because a function raised, hung or returned nonsense."""
+    """Groups left out because a function, or the environment, raised, hung or returned nonsense."""
     failed = series(run, "groups/failed")
     hit = [step for step, value in failed.points if value > 0]
     if not hit:
         return None
     total = sum(failed.values)
-    all_groups = len(failed) * run.config.rollout.prompts_per_step if run.config else 0
+    sampled, usual = dict(run.series("groups/sampled")), run.config.rollout.prompts_per_step if run.config else 0
+    all_groups = sum(sampled.get(step, usual) for step in failed.steps)  # with those that refills sampled
     share = total / all_groups if all_groups else 0.0
     said = f" ({share:.1%} of all groups)" if all_groups else ""
     return Evidence(
-        f"{total:g} groups could not be scored{said}, in {len(hit)} steps from step {hit[0]} on",
+        f"{total:g} groups could not be scored{said}, in {len(hit)} steps from step {hit[0]} on{by_the_environment(run)}",
         (hit[0], hit[-1]),
         {"groups": total, "share": share},
         three(completions_between(run, (hit[0], hit[-1]))),
         "critical" if share > 0.2 else None,
     )
+
+
+def by_the_environment(run: RunRecord) -> str:
+    """That it failed, where there is one and no function did."""
+    calls = [series(run, name).values for name in run.metric_names() if name.startswith("calls/failed_")]
+    if run.config is None or run.config.rollout.environment is None or not calls or any(map(any, calls)):
+        return ""
+    limit = run.config.rollout.tool_timeout_s
+    return f": no reward function failed, but the environment, which raised or took longer than rollout.tool_timeout_s = {limit:g}"
 
 
 def judged_in_part(run: RunRecord) -> Evidence | None:

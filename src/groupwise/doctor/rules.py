@@ -144,10 +144,11 @@ RULES: tuple[Rule, ...] = (
         "Try the function on one of the completions below; check names of columns, tags and letter case.",
     ),
     Rule(
-        "reward-failing", "run", "A reward function fails on some completions", "warning", rewarding.failing,
+        "reward-failing", "run", "A reward function, or the environment, fails", "warning", rewarding.failing,
         "Such groups are left out of the update (rewards.on_error: skip): they cost their sampling and teach nothing, and what is "
         "left out is seldom a fair sample.",
-        "The terminal names function, problem and cause of each; fix the function, or raise rewards.timeout_s if it is slow.",
+        "The terminal names function or environment, problem and cause of each. Fix the function, or raise rewards.timeout_s if it is slow; "
+        "of an environment, fix its step, or raise rollout.tool_timeout_s.",
         at_once=True,
     ),
     Rule(

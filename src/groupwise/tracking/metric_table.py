@@ -43,7 +43,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "share",
         "Groups whose completions all scored the same: compared within the group, they teach nothing.",
     ),
-    "groups/failed": ("count", "Groups left out because a reward function failed."),
+    "groups/failed": ("count", "Groups left out because a reward function or the environment failed."),
     "groups/sampled": (
         "count",
         "Groups sampled, refills and failed ones included; only with rollout.refill_rounds.",
