@@ -98,6 +98,14 @@ def test_a_bf16_weight_really_does_not_move_below_the_rate_that_the_rule_names()
     assert (weight - 2.2 * smallest).to(torch.bfloat16) != weight
 
 
+def test_float32_weights_and_adapters_move_at_any_rate(prepared, monkeypatch):
+    assert "rate-too-low" not in settings_findings(load_config("quickstart", [*SETTINGS["rate-too-low"], "model.lora={}"]))
+    auto = [*SETTINGS["rate-too-low"], "model.dtype=auto", "model.device=cpu"]
+    for bf16 in (True, False):
+        monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda bf16=bf16: bf16)
+        assert ("rate-too-low" in rules_of(diagnose_prepared(prepared(auto)))) is bf16
+
+
 def test_long_runs_without_evaluation_are_noted_and_short_ones_are_not():
     saved = ["training.steps=1000", "checkpoint_every=100"]
     assert settings_findings(load_config("quickstart", saved)) == {"reward-hacking-unseen"}

@@ -41,8 +41,10 @@ def diagnose_settings(config: Config) -> list[Finding]:
 
 
 def diagnose_prepared(prepared: Prepared) -> list[Finding]:
-    findings = [*ask("settings", prepared.config), *ask("problems", prepared.problems), *ask("rehearsal", Rehearsal(prepared))]
-    return ordered(findings)
+    from groupwise.models.devices import with_dtype
+
+    here = prepared.config.model_copy(update={"model": with_dtype(prepared.config.model)})  # as a run on this machine would have it
+    return ordered([*ask("settings", here), *ask("problems", prepared.problems), *ask("rehearsal", Rehearsal(prepared))])
 
 
 BY_NAME = {rule.name: rule for rule in RULES}

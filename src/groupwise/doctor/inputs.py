@@ -36,10 +36,10 @@ BF16_BITS = 8
 
 
 def rate_too_low(config: Config) -> Evidence | None:
-    """An update below half the distance to the next bfloat16 is rounded away, every time."""
+    """An update below half the distance to the next bfloat16 is rounded away, every time. An adapter's weights are float32."""
     rate, smallest = config.optimizer.learning_rate, TYPICAL_WEIGHT * 2.0**-BF16_BITS / 2
-    narrow = config.model.dtype in ("bfloat16", "auto") and config.model.lora is None  # an adapter is float32
-    if not narrow or config.optimizer.precision != "pure" or rate >= smallest:
+    in_bf16 = config.model.dtype in ("bfloat16", "auto") and config.model.lora is None
+    if not in_bf16 or config.optimizer.precision != "pure" or rate >= smallest:
         return None
     moving = rate * 2.0 ** (BF16_BITS + 1)
     return Evidence(
