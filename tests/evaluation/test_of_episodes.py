@@ -15,7 +15,7 @@ from groupwise.tracking.console import ConsoleTracker
 from groupwise.tracking.metric_table import describe_metric
 from groupwise.tracking.numbers import evaluation_numbers
 from groupwise.tracking.results import RunResult
-from groupwise.tracking.tables import answer_text, comparison_lines, judged_tables, legend
+from groupwise.tracking.tables import answer_text, comparison_lines, judged_tables, legend, summary_lines
 from groupwise.types import Completion, Problem, Prompt, ToolCall, Turn
 
 ASKED = {"temperature": 1.0, "max_tokens": 60, "style": "xml", "seed": 0}
@@ -116,6 +116,9 @@ def test_models_are_compared_by_success_where_an_environment_judges():
     (row,) = compare_models([("a", [before]), ("b", [after])])
     assert (row["verdict"], row["fixed"], row["difference"]) == ("success", 6, 1.0)
     assert "] success; 6 problems fixed" in next(iter(comparison_lines([row])))
+    effect = training_effect({"base": replace(before, stage="base"), "final": replace(after, stage="final")})
+    (told,) = summary_lines({"comparison": effect})
+    assert told.startswith("Problem by problem, by success, base -> after GRPO: 6 fixed, 0 broken")
     assert headline_verdict(records(episode()), records(episode(reward=1.0))) == "strict"
 
 

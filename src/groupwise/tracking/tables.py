@@ -242,9 +242,10 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
     paired = summary.get("comparison")
     if paired:
         told = changes(paired).replace(" problems", "", 1)
-        test = paired.get("test", "exact McNemar test")
+        test, verdict = paired.get("test", "exact McNemar test"), paired.get("verdict", "strict")
+        by = "" if verdict == "strict" else f", by {verdict}"
         yield (
-            f"Problem by problem, {stage_label(paired['before'])} -> {stage_label(paired['after'])}: {told} ({test}, "
+            f"Problem by problem{by}, {stage_label(paired['before'])} -> {stage_label(paired['after'])}: {told} ({test}, "
             f"p = {paired['p_value']:.2g})."
         )
     if summary.get("seconds") is not None:
