@@ -518,6 +518,14 @@ def test_what_a_tool_returned_is_not_taken_for_the_policy_s_words(tmp_path):
     assert "talks-on" in findings_of(tmp_path / "own", own)
 
 
+def test_turns_that_began_in_the_first_steps_alone_are_over(tmp_path):
+    def write(step, p, group, sample, answer):
+        begun = into_the_next_turn(step, p, group, sample, answer)
+        return begun if step <= 20 else healthy_text(0.5, step, group, sample, answer)
+
+    assert "talks-on" not in findings_of(tmp_path / "run", Story(write=write))
+
+
 def test_a_die_that_is_rolled_again_is_no_loop(tmp_path):
     rolls = tuple(ToolCall("roll", {}, str(face)) for face in (3, 5, 1))
     assert "calls-in-a-loop" not in findings_of(tmp_path / "run", played(write=with_calls(*rolls)))

@@ -136,9 +136,12 @@ def token_limit(run: RunRecord) -> str:
 
 
 def talks_on(run: RunRecord) -> Evidence | None:
-    """Completions that go past the end of their turn and begin another."""
+    """Completions that go past the end of their turn and begin another, at the end of the run too."""
     marked = [(record, mark) for record in run.completions if (mark := turn_mark(record))]
-    if len(run.completions) < 32 or len(marked) < 0.05 * len(run.completions):
+    reward = series(run, "reward/mean")
+    late = completions_between(run, reward.late_steps) if len(reward) else []
+    over = sum(turn_mark(record) is not None for record in late) < 0.05 * len(late)
+    if over or len(run.completions) < 32 or len(marked) < 0.05 * len(run.completions):
         return None
     marks = Counter(mark for _, mark in marked)
     often, records = marks.most_common(1)[0][0], [record for record, _ in marked]
