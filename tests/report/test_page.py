@@ -111,6 +111,12 @@ def test_scores_say_how_they_were_taken(tmp_path):
     assert "1 sample of each of 40 problems from arithmetic" in sampled
     assert "the model's chat template with the system prompt" in sampled
     assert "0 shots; at most 48 tokens; seed 1234" in sampled
+    told = {"data": "sums \ud800", "available": 60, "prompt_format": "bare text", "style": "boxed", "shots": 2, "seed": 7}
+    rows = [{"mode": "sampled", "conditions": {}}, {"mode": "greedy", "conditions": 5}, {"mode": "sampled", "conditions": told}]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"evaluations": rows, "greedy_evaluations": {"mode": 1}}))
+    greedy, sampled = sorted(parts(write_report([tmp_path / "run"]).path)[0]["runs"][0]["asked"])
+    assert "of each of 40 of the 60 problems from sums ?; bare text, answer in \\boxed{}, 2 shots; " in sampled, "as the run had it"
+    assert "of each of 40 problems from arithmetic" in greedy
     (tmp_path / "run" / "config.yaml").unlink()
     data, _, _ = parts(write_report([tmp_path / "run"]).path)
     assert data["runs"][0]["asked"] == []

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from groupwise.config import Config
 from groupwise.config.load import changed_settings
 from groupwise.config.objective import GroupAdvantage
 from groupwise.data.prompts import resolve_system
@@ -253,19 +254,34 @@ def evaluation_curves(rows: Sequence[Mapping[str, Any]], last_step: int) -> dict
 
 
 def asked(run: RunRecord) -> list[str]:
-    """How the scores were taken, a sentence for each mode, by the run's settings; none where these cannot be read."""
+    """How the scores were taken, a sentence for each mode: as the run's summary has it, or else, since the data may not lie here, as far as
+    its settings tell; none where these cannot be read."""
     if run.config is None:
         return []
-    system, style = resolve_system(run.config.prompt, run.config.data)
-    told = {"style": style, "seed": run.config.evaluation.seed, **conditions(run.config, system)}
     latest = {evaluation.mode: evaluation_row(evaluation) for evaluation in run.evaluations}
     modes: list[EvaluationMode] = [mode for mode in ("sampled", "greedy") if mode in latest]
     lines = []
     for mode in modes:
         settings = sampling_settings(run.config, mode)
+        told = recorded_conditions(run, mode) or conditions_here(run.config)
         how = {"mode": mode, "temperature": settings.temperature, "max_tokens": settings.max_tokens, "conditions": told}
-        lines.append(f"Asked: {condition_line({**latest[mode], **how})}.")
+        lines.append(clean(f"Asked: {condition_line({**latest[mode], **how})}."))
     return lines
+
+
+def recorded_conditions(run: RunRecord, mode: str) -> dict[str, Any] | None:
+    """Those of the last evaluation in the run's summary, if it has one of this mode."""
+    lists = [(run.summary or {}).get(key) for key in ("evaluations", f"{mode}_evaluations")]
+    rows = [row for rows in lists if isinstance(rows, list) for row in rows if isinstance(row, dict) and row.get("mode") == mode]
+    told = rows[-1].get("conditions") if rows else None
+    if not isinstance(told, dict):
+        return None
+    return told if isinstance(told.get("available"), int) else {**told, "available": None}
+
+
+def conditions_here(config: Config) -> dict[str, Any]:
+    system, style = resolve_system(config.prompt, config.data)
+    return {"style": style, "seed": config.evaluation.seed, **conditions(config, system)}
 
 
 def comparisons(run: RunRecord) -> list[dict[str, Any]]:
