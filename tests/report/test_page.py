@@ -351,6 +351,20 @@ def test_a_report_without_texts_has_none(tmp_path):
     assert "secret" not in json.dumps(data)
 
 
+def test_a_report_without_texts_quotes_no_tool(tmp_path):
+    call = ToolCall("search", {"query": "x"}, "error: the secret password", "raised")
+    story = Story(
+        overrides=["rollout.tools=[calculator]", "rollout.max_completion_tokens=128"],
+        metrics=lambda step, p: {"episodes/calls": 1.0, "episodes/failed_calls": 0.9},
+        write=lambda step, p, group, sample, answer: Written(f"{sample} {step}", calls=(call,)),
+    )
+    full = write_report([write_run(tmp_path / "run", story)])
+    bare = write_report([tmp_path / "run"], tmp_path / "bare.html", completions=False)
+    (found,) = (one for one in parts(full.path)[0]["runs"][0]["findings"] if one["rule"] == "tool-errors")
+    assert "told 'error: the secret password'" in found["examples"][0]["remark"]
+    assert "secret" not in json.dumps(parts(bare.path)[0])
+
+
 def test_only_a_report_is_written_over(tmp_path):
     folder = write_run(tmp_path / "run", Story(steps=3))
     write_report([folder])

@@ -90,13 +90,22 @@ def tool_errors(run: RunRecord) -> Evidence | None:
 
 def _of_calls(run: RunRecord, shares: Series, failures: Sequence[str], what: str, name: str) -> Evidence:
     late = completions_between(run, shares.late_steps)
-    told = Counter(call.result for record in late for call in record.calls if call.failure in failures)
-    often = f"; most often the policy was told {told.most_common(1)[0][0][:120]!r}" if told else ""
-    return Evidence(
-        f"at the end {shares.late:.0%} of the calls {what} ({shares.early:.0%} at the beginning){often}",
+
+    def told(record: CompletionRecord) -> list[str]:
+        return [call.result for call in record.calls if call.failure in failures]
+
+    counts = Counter(result for record in late for result in told(record))
+    often, count = counts.most_common(1)[0] if counts else ("", 0)
+    same = f"; of {counts.total()} recorded ones {count} were answered the same" if counts else ""
+    return Evidence(  # what tools wrote stands in examples alone, which a report without texts leaves out
+        f"at the end {shares.late:.0%} of the calls {what} ({shares.early:.0%} at the beginning){same}",
         shares.late_steps,
         {f"{name}_early": shares.early, f"{name}_late": shares.late},
-        three(late, where=lambda r: any(call.failure in failures for call in r.calls)),
+        three(
+            sorted(late, key=lambda r: often not in told(r)),
+            where=lambda r: bool(told(r)),
+            remark=lambda r: f"told {(often if often in told(r) else told(r)[0])[:120]!r}",
+        ),
     )
 
 
