@@ -1,6 +1,7 @@
 """Resuming in the same folder: from what, whether it is the same run, and what a signal leaves."""
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -292,6 +293,36 @@ def test_a_correction_that_an_earlier_version_wrote_and_nothing_used_is_no_chang
     written["algorithm"]["correction"] = CorrectionConfig().model_dump(mode="json")
     prepared = SimpleNamespace(config=config, problems=SimpleNamespace(fingerprint="f"))
     assert drift({"config": written, "data": "f"}, prepared) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "now", "harmful"),
+    [
+        ("rollout.vllm.url", "http://node-1:8300", "http://node-7:8300", False),
+        ("rollout.vllm.patience_s", 300.0, 60.0, False),
+        ("rollout.vllm.max_model_tokens", None, 512, True),
+        ("rewards.timeout_s", 60.0, 90.0, False),
+        ("rewards.processes", 2, 3, False),
+        ("rewards.concurrent_calls", 16, 2, False),
+        ("rollout.concurrent_tool_calls", 16, 2, False),
+        ("rollout.tool_timeout_s", 10.0, 20.0, True),
+        ("optimizer.offload", False, True, False),
+        ("training.offload_reference", False, True, False),
+    ],
+)
+def test_where_and_how_fast_is_no_change(small_config, setting, before, now, harmful):
+    """As for a job that the queue starts again on other machines, by the same command."""
+
+    def written(value):
+        state = small_config().model_dump(mode="json")
+        *sections, name = setting.split(".")
+        functools.reduce(dict.__getitem__, sections, state)[name] = value
+        return state
+
+    config = SimpleNamespace(model_dump=lambda mode: written(now), clips_against_the_sampler=False)
+    prepared = SimpleNamespace(config=config, problems=SimpleNamespace(fingerprint="f"))
+    line = f"{setting}: {before!r} -> {now!r}"
+    assert drift({"config": written(before), "data": "f"}, prepared) == (([line], []) if harmful else ([], [line]))
 
 
 @pytest.mark.parametrize(("warmup", "harmful"), [(0, False), (2, False), (0.5, True)])
