@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["sync", "sync_folder", "sync_tree", "write_bytes"]
+__all__ = ["put_back", "sync", "sync_folder", "sync_tree", "write_bytes"]
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -31,6 +31,14 @@ def write_bytes(path: Path, content: bytes) -> None:
         Path(aside).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def put_back(target: Path) -> Path:
+    """Where the folder ``target`` lies while another takes its place; what a kill left there has its name again."""
+    earlier = target.with_name(f".{target.name}.earlier.partial")
+    if earlier.is_dir() and not target.exists():
+        earlier.rename(target)
+    return earlier
 
 
 def sync(path: Path) -> None:

@@ -261,6 +261,20 @@ def test_leftovers_go_and_what_a_user_calls_partial_stays(tmp_path):
     assert not [name for name in [*theirs, ".thesis.txt.part", "evaluations/mine.part"] if not (tmp_path / name).exists()]
 
 
+def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path):
+    """Where one takes the place of another of its name, after settings that changed."""
+    RunFolder.create(Config(), tmp_path, "x").release()
+    kept = tmp_path / "checkpoints"
+    for name in (".step-5.earlier.partial", ".step-5.partial", "step-6", ".step-6.earlier.partial"):
+        (kept / name).mkdir(parents=True)
+        (kept / name / "state.json").write_text(name)
+    RunFolder.reopen(tmp_path).release()
+    assert {p.name: (p / "state.json").read_text() for p in kept.iterdir()} == {
+        "step-5": ".step-5.earlier.partial",
+        "step-6": "step-6",
+    }
+
+
 TOKEN = "hf_" + "Ab1" * 10
 
 

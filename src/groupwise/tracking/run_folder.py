@@ -25,7 +25,7 @@ import yaml
 from groupwise.config.load import plain_yaml, yaml_text
 from groupwise.config.schema import Config
 from groupwise.data.prompts import default_style
-from groupwise.durable import sync_folder, write_bytes
+from groupwise.durable import put_back, sync_folder, write_bytes
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
 from groupwise.tracking.files import write_json, write_json_lines, write_text
@@ -136,6 +136,8 @@ class RunFolder:
         try:
             if (path / EARLIER_MODEL).is_dir() and not folder.final_model.exists():  # killed between two renames
                 os.rename(path / EARLIER_MODEL, folder.final_model)
+            for earlier in folder.checkpoints.glob(".step-*.earlier.partial"):  # the same of a checkpoint
+                put_back(earlier.with_name(earlier.name.removeprefix(".").removesuffix(".earlier.partial")))
             clear_leftovers(path)
             folder.evaluations.mkdir(exist_ok=True)
             if folder.environment.is_dir():  # told before the run goes on, which writes it

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from groupwise.durable import put_back
 from groupwise.errors import CheckpointError, ModelError
 from groupwise.models.saving import check_free_disk, sync, sync_tree
 
@@ -55,14 +56,6 @@ def put_in_place(target: Path, write: Callable[[Path], None], needed_bytes: int 
             "writable; the checkpoints before it are whole"
         ) from error
     shutil.rmtree(earlier, ignore_errors=True)
-
-
-def put_back(target: Path) -> Path:
-    """Where ``target`` lies while another takes its place; what a kill left there has its name again."""
-    earlier = target.with_name(f".{target.name}.earlier.partial")
-    if earlier.is_dir() and not target.exists():
-        earlier.rename(target)
-    return earlier
 
 
 def seal(folder: Path, *changing: str) -> None:
