@@ -59,6 +59,15 @@ def test_a_signal_saves_and_the_run_carries_on(small_config, letters, quiet, tmp
     assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
 
 
+def test_a_signal_that_comes_twice_at_once_is_one(small_config, letters, quiet, tmp_path):
+    def stop(report):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError, match="after step 1, which is saved"):
+        go(small_config(), letters, quiet, tmp_path / "run", on_step=stop)
+
+
 def test_a_signal_in_a_reward_function_abandons_the_step(small_config, quiet, tmp_path):
     calls = []
 

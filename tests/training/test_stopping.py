@@ -4,6 +4,7 @@ import os
 import signal
 from types import SimpleNamespace
 
+from groupwise.training import stopping
 from groupwise.training.run import Run
 from groupwise.training.stopping import StopSignals
 
@@ -34,3 +35,17 @@ def test_a_signal_that_another_process_got_is_this_one_s_too():
     run = SimpleNamespace(signals=StopSignals(at_once=False), world=world)
     assert Run._asked_to_stop(run)
     assert run.signals.received == signal.SIGTERM
+
+
+def test_a_sigterm_that_is_sent_twice_at_once_is_one(monkeypatch):
+    """As by timeout(1), to its command and to its group. Later ones, and a Ctrl-C, are second ones."""
+    now, ended = [0.0], []
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    for late, number, expected in ((0.9, signal.SIGTERM, []), (1.1, signal.SIGTERM, [143]), (0.0, signal.SIGINT, [130])):
+        ended.clear()
+        with StopSignals(say=lambda sentence: None) as signals:
+            for now[0], sent in ((100.0, signal.SIGTERM), (100.0 + late, number)):
+                os.kill(os.getpid(), sent)
+            assert ended == expected
+        assert signals.received == signal.SIGTERM

@@ -5,15 +5,18 @@ learnt from them, and a scheduler gives 30 s, in which the passes of a large mod
 the same numbers, when the run is resumed.
 
 A second SIGTERM or Ctrl-C ends the process at once. That is safe: checkpoints are never half, and records are cut back when a run
-resumes. SIGHUP, which says that the terminal was closed, comes from shell and system both, and often beside a SIGTERM: it is no
-second signal, and none comes second to it. Where it is ignored, as under nohup, it stays so.
+resumes. A SIGTERM within a second of another is the same one: timeout(1) sends it to its command and then to its group. SIGHUP, which
+says that the terminal was closed, comes from shell and system both, and often beside a SIGTERM: it is no second signal, and none comes
+second to it. Where it is ignored, as under nohup, it stays so.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -22,6 +25,9 @@ from typing import Any
 from groupwise.distributed.launch import HANGUP, stop_signals
 
 __all__ = ["AbandonStep", "StopSignals"]
+
+_SAME_S = 1.0
+"""A SIGTERM that comes so soon after another is no second one."""
 
 
 def say_now(sentence: str) -> None:
@@ -49,6 +55,8 @@ class StopSignals:
         self._say = say
         self._asked = 0
         """How often somebody asked, SIGHUP apart."""
+        self._terminated = -math.inf
+        """When SIGTERM came, repetitions apart."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -83,6 +91,11 @@ class StopSignals:
         return self.at_once and self.received is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if now - self._terminated < _SAME_S:
+                return
+            self._terminated = now
         self._asked += number != HANGUP
         if self._asked > 1:
             os._exit(128 + number)
