@@ -3,17 +3,20 @@ of them does not see is refused."""
 
 import json
 import shutil
+import signal
 import threading
 
 import pytest
 
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, StoppedError
+from groupwise.evaluation import evaluate_stage
 from groupwise.training import checkpoint_folder
 from groupwise.training import start as start_module
 from groupwise.training.checkpoint_folder import seal
 from groupwise.training.loop import train
 from groupwise.training.resume import would_resume
 from groupwise.training.setup import prepare
+from groupwise.training.stopping import StopSignals
 from tests.distributed.two_processes import HERE, launch_two
 
 
@@ -128,6 +131,33 @@ def test_rewards_are_loaded_where_they_score(entry, loading, small_config, in_th
     with pytest.raises(CheckpointError, match="far enough"):
         in_threads(2, lambda world: start_module.start(config, world, rewards=letters, run_folder=tmp_path / "run"))
     assert sorted(loaded) == loading
+
+
+@pytest.mark.parametrize("stage", ["step-1", "final"])
+def test_a_signal_in_an_evaluation_ends_what_there_is_left_to_do(stage, train_in, small_config, tmp_path, monkeypatch):
+    """Both come to the end of the evaluation, and after the last one nothing is left: its summary is written."""
+    made = []
+
+    def signals(**settings):
+        made.append(StopSignals(**settings))
+        return made[-1]
+
+    def evaluate(*words, **named):
+        found = evaluate_stage(*words, **named)
+        for one in made if named["stage"] == stage else ():
+            one.received = signal.SIGTERM
+        return found
+
+    monkeypatch.setattr(start_module, "StopSignals", signals)
+    monkeypatch.setattr("groupwise.training.run.evaluate_stage", evaluate)
+    config = small_config(evaluation={"every": 1})
+    if stage == "final":
+        _, result = train_in(2, "run", config)
+        assert [row["stage"] for row in result.summary["evaluations"]] == ["final"]
+    else:
+        with pytest.raises(StoppedError, match="after step 1, which is saved"):
+            train_in(2, "run", config)
+    assert (tmp_path / "run" / "summary.json").exists() == (stage == "final")
 
 
 @pytest.mark.soak

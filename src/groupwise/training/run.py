@@ -148,7 +148,7 @@ class Run:
             return
         release_freed_memory()  # its batches are of other sizes than a step's
         room = self._room_to_sample(self.prepared.held_out_prompts, evaluation, "an evaluation")
-        with self.stopping(), self.signals.abandonable(), room:
+        with self.stopping(last=stage == "final"), self.signals.abandonable(), room:
             results = evaluate_stage(
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
@@ -198,14 +198,14 @@ class Run:
             self.notices.note(f"memory is short: {sentence}")
 
     @contextmanager
-    def stopping(self) -> Iterator[None]:
+    def stopping(self, last: bool = False) -> Iterator[None]:
         """A context: what a signal abandons inside it ends the run, after saving it; several processes come to its end together, and stop
-        there."""
+        there, unless it is the ``last`` thing that the run does."""
         try:
             yield
         except AbandonStep:
             self.stop()
-        if self.world.size > 1 and self._asked_to_stop():
+        if self.world.size > 1 and not last and self._asked_to_stop():
             self.stop()
 
     def _asked_to_stop(self) -> bool:
