@@ -39,6 +39,14 @@ def test_divided_weights_are_brought_together_for_a_checkpoint():
     assert whole == {"checkpoint": (2 + 12) * made.shape.parameters}, "learning waits for it"
 
 
+def test_problems_are_judged_beside_a_checkpoint_that_was_brought_together():
+    """A run writes it first, and judges the step then."""
+    words = ["output.checkpoint_every=5", "training.sharding=fsdp2", "evaluation.max_completion_tokens=512"]
+    never, often = (sizes(setup(*words, f"evaluation.every={every}", processes=2)) for every in (0, 5))
+    assert never["evaluation"] == often["evaluation"] > often["sampling"]
+    assert often["checkpoint"] - never["checkpoint"] == pytest.approx(often["evaluation"] - often["sampling"], abs=2)
+
+
 @pytest.mark.parametrize("sharding", ["zero2", "zero3", "fsdp2"])
 def test_the_first_machine_s_memory_holds_a_whole_checkpoint_of_a_divided_run(sharding):
     """Masters and both moments in fp32, the weights and a reference in bf16: 16 bytes a weight, which a GPU's plan does not count."""

@@ -210,6 +210,29 @@ def test_a_signal_in_an_evaluation_abandons_it_and_it_is_made_up_for(
         assert [{**row, "seconds": 0} for row in first[name]] == [{**row, "seconds": 0} for row in second[name]]
 
 
+def test_an_evaluation_that_ends_the_run_takes_no_step_with_it(small_config, letters, quiet, tmp_path, monkeypatch):
+    """The checkpoint of its step is written before: else a resumed run would make the steps before it again and again."""
+    config = small_config(training={"steps": 4}, evaluation={"every": 2}, output={"checkpoint_every": 2})
+    whole, judged = go(config, letters, quiet, tmp_path / "whole").folder, []
+
+    def fail(*words, **named):
+        raise TrainingError("memory ran out")
+
+    def noting(*words, **named):
+        judged.append(named["stage"])
+        return evaluate_stage(*words, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.training.run.evaluate_stage", fail)
+        with pytest.raises(TrainingError, match="memory ran out"):
+            go(config, letters, quiet, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+    monkeypatch.setattr("groupwise.training.run.evaluate_stage", noting)
+    folder = go(config, letters, quiet, tmp_path / "run", resume=True).folder
+    assert judged == ["step-2", "final"]
+    assert differences(whole, folder) == []
+
+
 def test_a_signal_in_the_first_step_keeps_the_evaluations_before_it(small_config, letters, quiet, tmp_path):
     config = small_config(training={"steps": 2}, evaluation={"at_start": True}, warm_start={"steps": 2, "examples_per_step": 4})
     whole = go(config, letters, quiet, tmp_path / "whole").folder

@@ -169,9 +169,9 @@ third). On a GPU where its blocks may grow 5% were measured, on one H200. Beside
 
 
 def phases(setup: Setup) -> list[Phase]:
-    """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while the
-    next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the fullest moment of a pass; the
-    output head's is given beside it where it is another one."""
+    """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while
+    problems are judged or the next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the
+    fullest moment of a pass; the output head's is given beside it where it is another one."""
     passing = {"sampling": sampling(setup)}
     data = setup.config.data
     if data.holdout or not data.holds_out or is_prepared(data.source):
@@ -189,8 +189,11 @@ def phases(setup: Setup) -> list[Phase]:
         "optimiser step": [*_all_gradients(setup), *exchange_buffers(setup), *flat_gradient(setup), *beside],
     }
     if output.checkpoint_every:
-        written = [*_checkpoint(setup), *(passing["sampling"] if output.checkpoint_in_background else ())]
-        passing["checkpoint"] = [*written, *beside]
+        gathered, meanwhile = _checkpoint(setup), [passing["sampling"]]
+        if gathered and setup.config.evaluation.every and "evaluation" in passing:
+            meanwhile.append(passing["evaluation"])
+        sampled = max(meanwhile, key=lambda items: sum(item.bytes for item in items))
+        passing["checkpoint"] = [*gathered, *(sampled if output.checkpoint_in_background else ()), *beside]
     passing["final model"] = _final_model(setup)
     during = [
         _phase(name, [*state(setup, name in _LEARNING), *items, _fragmentation(setup, items)]) for name, items in passing.items()

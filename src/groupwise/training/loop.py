@@ -91,7 +91,7 @@ def train(
                     bar.advance()
                     if not run.record(step, rollout, advantages, on_step):
                         break
+                    run.checkpoint_if_due(step)  # first: what ends the run while it is judged takes no step with it
                     run.evaluate_if_due(step)
-                    run.checkpoint_if_due(step)
             summary = run.finish()
         return RunResult(run.folder.path, summary)

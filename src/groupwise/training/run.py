@@ -275,7 +275,7 @@ class Run:
         stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
         self.sharding.check()
         if done and f"step-{done}" not in stages and not self.held.has_window:
-            self.evaluate_if_due(done - 1)  # a signal came in the middle of it
+            self.evaluate_if_due(done - 1)  # it was not done when the checkpoint was written
         return done
 
     def renew_reference_if_due(self, step: int) -> None:

@@ -135,7 +135,7 @@ def run_trial(config: Config, console: Console | None = None, *, whole: bool = F
                     advantages = run.learn(rollout)
                 bar.advance()
                 run.record(step, rollout, advantages, reports.append)
-                if whole:
+                if whole:  # the other way round in a run: here each is measured without the other
                     with peaks.phase("evaluation"):
                         run.evaluate_if_due(step)
                     with peaks.phase("checkpoint"):
