@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from groupwise.errors import CheckpointError, StoppedError
-from groupwise.evaluation import evaluate_stage
 from groupwise.training import checkpoint_folder
+from groupwise.training import run as run_module
 from groupwise.training import start as start_module
 from groupwise.training.checkpoint_folder import seal
 from groupwise.training.loop import train
@@ -133,23 +133,28 @@ def test_rewards_are_loaded_where_they_score(entry, loading, small_config, in_th
     assert sorted(loaded) == loading
 
 
-@pytest.mark.parametrize("stage", ["step-1", "final"])
-def test_a_signal_in_an_evaluation_ends_what_there_is_left_to_do(stage, train_in, small_config, tmp_path, monkeypatch):
-    """Both come to the end of the evaluation, and after the last one nothing is left: its summary is written."""
-    made = []
+def signals_in(monkeypatch, name, when=lambda named: True):
+    """Have a SIGTERM come to every process in that function of the run's, which does what it does."""
+    made, function = [], getattr(run_module, name)
 
     def signals(**settings):
         made.append(StopSignals(**settings))
         return made[-1]
 
-    def evaluate(*words, **named):
-        found = evaluate_stage(*words, **named)
-        for one in made if named["stage"] == stage else ():
+    def signalled(*words, **named):
+        found = function(*words, **named)
+        for one in made if when(named) else ():
             one.received = signal.SIGTERM
         return found
 
     monkeypatch.setattr(start_module, "StopSignals", signals)
-    monkeypatch.setattr("groupwise.training.run.evaluate_stage", evaluate)
+    monkeypatch.setattr(run_module, name, signalled)
+
+
+@pytest.mark.parametrize("stage", ["step-1", "final"])
+def test_a_signal_in_an_evaluation_ends_what_there_is_left_to_do(stage, train_in, small_config, tmp_path, monkeypatch):
+    """Both come to the end of the evaluation, and after the last one nothing is left: its summary is written."""
+    signals_in(monkeypatch, "evaluate_stage", lambda named: named["stage"] == stage)
     config = small_config(evaluation={"every": 1})
     if stage == "final":
         _, result = train_in(2, "run", config)
@@ -158,6 +163,13 @@ def test_a_signal_in_an_evaluation_ends_what_there_is_left_to_do(stage, train_in
         with pytest.raises(StoppedError, match="after step 1, which is saved"):
             train_in(2, "run", config)
     assert (tmp_path / "run" / "summary.json").exists() == (stage == "final")
+
+
+def test_a_signal_in_the_warm_start_loses_none_of_it(train_in, small_config, tmp_path, monkeypatch):
+    signals_in(monkeypatch, "warm_start")
+    with pytest.raises(StoppedError, match="after step 0, which is saved"):
+        train_in(2, "run", small_config(warm_start={"steps": 2, "examples_per_step": 4}))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0"]
 
 
 @pytest.mark.soak

@@ -181,6 +181,7 @@ def test_what_a_reward_draws_at_random_repeats(small_config, quiet, tmp_path):
     ("stage", "saved"),
     [
         ("base", "before the first step: nothing was learnt"),
+        ("warm_start", "after step 0, which is saved"),
         ("step-2", "step-2"),
         pytest.param("final", "step-4", marks=pytest.mark.slow),
     ],
@@ -188,7 +189,8 @@ def test_what_a_reward_draws_at_random_repeats(small_config, quiet, tmp_path):
 def test_a_signal_in_an_evaluation_abandons_it_and_it_is_made_up_for(
     small_config, letters, quiet, tmp_path, monkeypatch, stage, saved
 ):
-    config = small_config(training={"steps": 4}, evaluation={"at_start": True, "every": 2})
+    warmed = {"warm_start": {"steps": 2, "examples_per_step": 4}} if stage == "warm_start" else {}
+    config = small_config(training={"steps": 4}, evaluation={"at_start": True, "every": 2}, **warmed)
     whole = go(config, letters, quiet, tmp_path / "whole").folder
     stages = []
 

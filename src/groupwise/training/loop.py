@@ -81,6 +81,7 @@ def train(
                 run.evaluate_at_start("base")
                 run.warm_start()
             done = run.begin_learning()
+            run.evaluate_where_it_begins()
             # A run that was ended early, and stopped while it was judged, has no steps to make.
             steps = done if run.trained else run.config.training.steps
             with run.trackers.phase("GRPO", max(done, steps), "steps", done) as bar:

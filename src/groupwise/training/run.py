@@ -148,7 +148,7 @@ class Run:
             return
         release_freed_memory()  # its batches are of other sizes than a step's
         room = self._room_to_sample(self.prepared.held_out_prompts, evaluation, "an evaluation")
-        with self.stopping(last=stage == "final"), self.signals.abandonable(), room:
+        with self.stopping(stops_after=stage != "final"), self.signals.abandonable(), room:
             results = evaluate_stage(
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
@@ -198,14 +198,14 @@ class Run:
             self.notices.note(f"memory is short: {sentence}")
 
     @contextmanager
-    def stopping(self, last: bool = False) -> Iterator[None]:
+    def stopping(self, stops_after: bool = True) -> Iterator[None]:
         """A context: what a signal abandons inside it ends the run, after saving it; several processes come to its end together, and stop
-        there, unless it is the ``last`` thing that the run does."""
+        there, unless ``stops_after`` is False: where nothing follows it, or what follows saves first."""
         try:
             yield
         except AbandonStep:
             self.stop()
-        if self.world.size > 1 and not last and self._asked_to_stop():
+        if self.world.size > 1 and stops_after and self._asked_to_stop():
             self.stop()
 
     def _asked_to_stop(self) -> bool:
@@ -228,7 +228,8 @@ class Run:
         room = self._room_to_learn(
             None if setup is None else plan_of_warm_start(setup), self.config.rollout.max_completion_tokens, "the warm start"
         )
-        with self.stopping(), abandonable, room, self.trackers.phase("warm start", settings.steps, "steps") as bar:
+        phase = self.trackers.phase("warm start", settings.steps, "steps")
+        with self.stopping(stops_after=False), abandonable, room, phase as bar:
             warm_start(
                 self.scorer, self.prepared.train_prompts, self.policy.tokenizer, self.style, self.config,
                 on_step=lambda _, loss: bar.advance(loss=loss), on_dropped=self._warm_start_dropped,
@@ -236,8 +237,6 @@ class Run:
             )  # fmt: skip
         release_freed_memory()  # its optimiser has ended, and its batches are of other sizes than a step's
         self.notices.exchange()
-        self.engine.refresh(0)
-        self.evaluate_at_start("warm_start")
 
     def _warm_start_dropped(self, step: int, in_a_row: int) -> None:
         self.trackers.say(f"warm start, step {step + 1}: the gradient was not finite, and its update was not made", "yellow")
@@ -267,16 +266,25 @@ class Run:
         if self.checkpoint is None:
             if self.config.warm_start.steps:  # else there is nothing yet that could be lost
                 self.checkpoint_if_due(-1)
+                self.engine.refresh(0)
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
         self.engine.refresh(self.learner.updates)
         inside = ", inside the updates of the next" if self.held.has_window else ""
         self.trackers.say(f"Resuming from {self.checkpoint}, after step {done}{inside}.")
-        stages = {row["stage"] for row in read_state(self.checkpoint).get("evaluations", [])}
         self.sharding.check()
-        if done and f"step-{done}" not in stages and not self.held.has_window:
-            self.evaluate_if_due(done - 1)  # it was not done when the checkpoint was written
         return done
+
+    def evaluate_where_it_begins(self) -> None:
+        """After the warm start, or where a checkpoint was written before the evaluation that follows it."""
+        if self.trained or self.held.has_window:
+            return
+        state = read_state(self.checkpoint) if self.checkpoint else {}
+        judged = {row["stage"] for row in state.get("evaluations", [])}
+        if self.done and f"step-{self.done}" not in judged:
+            self.evaluate_if_due(self.done - 1)
+        if not self.done and self.config.warm_start.steps and "warm_start" not in judged:
+            self.evaluate_at_start("warm_start")
 
     def renew_reference_if_due(self, step: int) -> None:
         """Outer iterations, ``reference_updates`` of them, equally long, each start with a new reference; so does every
