@@ -230,6 +230,16 @@ def test_the_best_is_kept_by_what_later_checkpoints_know_of_it_too(small_config,
     assert save_with(5, scores={"step-2": 0.9, "step-4": 0.5, "step-5": 0.95}) == ["step-5"]
 
 
+def test_the_newest_whose_last_update_was_made_stays_beside_later_ones(small_config, letters, quiet, tmp_path):
+    """What follows a dropped update may have weights that no update can be made from."""
+    run, names = begun(small_config(), letters, quiet, tmp_path / "run"), []
+    for step, dropped in enumerate((0, 0, 1, 2, 0), 1):
+        run.learner.dropped_in_a_row = dropped
+        save(tmp_path / "kept", step, run, keep=1)
+        names.append(sorted(path.name for path in (tmp_path / "kept").iterdir()))
+    assert names == [["step-1"], ["step-2"], ["step-2", "step-3"], ["step-2", "step-4"], ["step-5"]]
+
+
 def test_a_checkpoint_that_lacks_what_the_settings_need_is_not_called_damaged(small_config, letters, quiet, tmp_path):
     saved = save(tmp_path / "kept", 1, begun(small_config(), letters, quiet, tmp_path / "run"), keep=1)
     with_reference = begun(small_config(algorithm=ALGORITHM), letters, quiet, tmp_path / "other")

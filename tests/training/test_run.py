@@ -14,6 +14,7 @@ from groupwise.rewards import StepRewards
 from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.tracking.reading import read_run
 from groupwise.training import run as run_module
+from groupwise.training.checkpoint_folder import read_state
 from groupwise.training.loop import train
 from tests.tiny import write_tiny_llama
 
@@ -256,6 +257,18 @@ def test_four_in_a_row_do_not(go, monkeypatch):
     poison(monkeypatch, bad={0, 1, 2, 3, 5, 6, 7, 8})
     rows = lines_of(go(training={"steps": 10}).folder / "metrics.jsonl")
     assert [row["optimizer/dropped_updates"] for row in rows] == [1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+
+
+def test_a_checkpoint_is_written_where_an_update_was_made_before_one_that_was_not(go, monkeypatch):
+    """The second update of step 2 is dropped, and those of steps 5 and 6, after which there is nothing new."""
+    poison(monkeypatch, bad={3, 8, 9, 10, 11})
+    output = {"checkpoint_every": 2, "keep_checkpoints": 9}
+    folder = go(training={"steps": 7}, algorithm={"updates_per_batch": 2}, output=output).folder
+    kept = {p.name: read_state(p) for p in (folder / "checkpoints").iterdir()}
+    assert {name: (state["updates"], state["dropped_in_a_row"]) for name, state in kept.items()} == {
+        "step-2": (3, 1),
+        "step-4": (7, 0),
+    }
 
 
 def test_every_number_logged_is_documented_and_every_documented_one_is_logged(go, letters, tmp_path):

@@ -194,6 +194,8 @@ def unreadable(checkpoint: Path, why: object) -> CheckpointError:
 def remove_old(folder: Path, keep: int, keep_best: bool) -> None:
     newest_first = sorted(_complete(folder), key=_step_of, reverse=True)
     kept = set(newest_first[:keep])
+    if all(map(_is_doubtful, kept)):
+        kept |= set([p for p in newest_first if not _is_doubtful(p)][:1])
     if keep_best:
         scores: dict[str, float] = {}
         for checkpoint in reversed(newest_first):
@@ -202,6 +204,14 @@ def remove_old(folder: Path, keep: int, keep_best: bool) -> None:
         kept |= {max(scored)[2]} if scored else set()
     for old in [*(p for p in newest_first if p not in kept), *folder.glob(".step-*.partial")]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_doubtful(checkpoint: Path) -> bool:
+    """Whether the last update from its weights was dropped: it may be that none can be made."""
+    try:
+        return bool(read_state(checkpoint).get("dropped_in_a_row"))
+    except CheckpointError:
+        return True
 
 
 def _scores(checkpoint: Path) -> dict[str, float]:

@@ -91,6 +91,8 @@ class Run:
     """Whether it was said that other programs keep cores busy."""
     done: int = 0
     """Steps."""
+    saved_updates: int = 0
+    """Those that the newest checkpoint has."""
     signals: StopSignals = field(default_factory=StopSignals)
     writer: CheckpointWriter = field(init=False)
     batches: Batches = field(init=False)
@@ -269,6 +271,7 @@ class Run:
                 self.engine.refresh(0)
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
+        self.saved_updates = self.learner.updates
         self.engine.refresh(self.learner.updates)
         inside = ", inside the updates of the next" if self.held.has_window else ""
         self.trackers.say(f"Resuming from {self.checkpoint}, after step {done}{inside}.")
@@ -440,9 +443,11 @@ class Run:
         if self._asked_to_stop():
             self.stop()
         assert self.learner is not None
-        # After a dropped update there is nothing new, and a good one would go.
-        if every and (step + 1) % every == 0 and not self.learner.dropped_in_a_row:
+        # After dropped updates alone there is nothing new, and a good one would go.
+        news = not self.learner.dropped_in_a_row or self.learner.updates > self.saved_updates
+        if every and (step + 1) % every == 0 and news:
             snapshot = self._snapshot(step + 1)
+            self.saved_updates = self.learner.updates
             if self.world.is_first:
                 self.writer.begin(snapshot)
         self._tell_of_checkpoints()
