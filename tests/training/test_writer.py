@@ -152,6 +152,7 @@ def test_a_copy_is_written_before_the_next_is_made(small_config, letters, quiet,
     for step in range(2):
         run.checkpoint_if_due(step)
     assert run.writer.is_writing
+    assert run.world.is_saving(), "the process is not ended meanwhile"
     assert writing == [False, False]
     run.close()
 

@@ -11,10 +11,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from groupwise.distributed.launch import SAVING
 from groupwise.errors import GroupwiseError, RankError, printable
 
 __all__ = ["Board", "Failure", "LostTouch", "RankLost", "Seal", "Watch", "as_error", "exchanging"]
@@ -146,12 +147,12 @@ class Watch(threading.Thread):
     """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed.
 
     The main thread gets ``RankLost``. Where it does not come out (a collective of a GPU that waits), the process is ended. It is
-    ended, too, when the launcher has ended.
+    ended, too, when the launcher has ended. While ``saving`` says that a checkpoint is being written, it may take as long as that.
     """
 
-    def __init__(self, board: Board, size: int, launcher: int | None) -> None:
+    def __init__(self, board: Board, size: int, launcher: int | None, saving: Callable[[], bool] = lambda: False) -> None:
         super().__init__(daemon=True, name="groupwise-watch")
-        self.board, self.size, self.launcher = board, size, launcher
+        self.board, self.size, self.launcher, self.saving = board, size, launcher, saving
         self.main = threading.get_ident()
         self.over = threading.Event()
         self._lock = threading.Lock()
@@ -160,6 +161,7 @@ class Watch(threading.Thread):
         while not self.over.wait(_LOOK_EVERY_S):
             if self.launcher is not None and os.getppid() != self.launcher:
                 os._exit(1)
+            self._is_saving()
             try:
                 failure = self.board.read()
             except RuntimeError:
@@ -173,11 +175,23 @@ class Watch(threading.Thread):
             if self.over.is_set():
                 return
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.main), ctypes.py_object(RankLost))
-        if not self.over.wait(_GRACE_S):
-            if self.board.rank == 0:
-                sys.stderr.write(f"groupwise: {as_error(failure, self.size)}\n")
-                sys.stderr.flush()
-            os._exit(failure.exit_code)
+        ends = time.monotonic() + _GRACE_S
+        while not self.over.wait(min(_LOOK_EVERY_S, _GRACE_S)):
+            if self._is_saving():
+                ends = time.monotonic() + _GRACE_S
+            elif time.monotonic() > ends:
+                if self.board.rank == 0:
+                    sys.stderr.write(f"groupwise: {as_error(failure, self.size)}\n")
+                    sys.stderr.flush()
+                os._exit(failure.exit_code)
+
+    def _is_saving(self) -> bool:
+        """Whether a checkpoint is being written. Then the launcher is told, which waits as well."""
+        saving = self.saving()
+        if saving and SAVING in os.environ:
+            with contextlib.suppress(OSError):
+                os.utime(os.environ[SAVING])
+        return saving
 
     def finish(self) -> None:
         """No more interruptions of the main thread, one that is under way included; and the thread is over.

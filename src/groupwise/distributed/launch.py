@@ -1,7 +1,8 @@
 """``--num-processes N``: several processes of the same command on this machine.
 
 They find each other as under torchrun, by RANK, WORLD_SIZE and the rest in the environment. When one ends badly, the others get a
-moment to end with its error, and are then ended; the exit code is that of the first to fail.
+moment to end with its error, and the time that a checkpoint takes that is being written, and are then ended; the exit code is that of the
+first to fail.
 """
 
 from __future__ import annotations
@@ -12,28 +13,33 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["HANGUP", "LAUNCHER", "SECRET", "cores_per_process", "held_port", "launch", "on_this_machine", "stop_signals"]
+__all__ = ["HANGUP", "LAUNCHER", "SAVING", "SECRET", "cores_per_process", "held_port", "launch", "on_this_machine", "stop_signals"]
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
 """In the environment of the processes: the launcher's process id. They end when it does."""
 SECRET = "GROUPWISE_SECRET"
 """In the environment of all processes of a run, by which they know each other's messages; see secret.py."""
+SAVING = "GROUPWISE_SAVING"
+"""In the environment of the processes: a file that one of them touches while it writes a checkpoint."""
 _GRACE_S = 30.0
 _LOOK_EVERY_S = 0.2
 
 
 def launch(command: Sequence[str], processes: int, environment: Mapping[str, str] | None = None) -> int:
     """Run ``command`` as ``processes`` processes and wait. Returns 0, or the exit code of the first that failed."""
-    with held_port() as port:
-        return _launch(command, processes, os.environ if environment is None else environment, port)
+    with held_port() as port, tempfile.NamedTemporaryFile(prefix="groupwise-") as saving:
+        os.utime(saving.name, (0, 0))
+        shared = {**(os.environ if environment is None else environment), SAVING: saving.name}
+        return _launch(command, processes, shared, port, saving.fileno())
 
 
-def _launch(command: Sequence[str], processes: int, environment: Mapping[str, str], port: int) -> int:
+def _launch(command: Sequence[str], processes: int, environment: Mapping[str, str], port: int, saving: int) -> int:
     shared = {
         **environment, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), LAUNCHER: str(os.getpid()), SECRET: secrets.token_hex(32),
@@ -57,7 +63,7 @@ def _launch(command: Sequence[str], processes: int, environment: Mapping[str, st
             children.append(subprocess.Popen(command, env=own, start_new_session=True))
             if received:  # while they were being started; the others have had it
                 children[-1].send_signal(received[-1])
-        return _wait(children)
+        return _wait(children, saving)
     finally:
         for child in children:
             if child.poll() is None:
@@ -67,8 +73,11 @@ def _launch(command: Sequence[str], processes: int, environment: Mapping[str, st
             signal.signal(number, handler)
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all are done, or one has failed and the others have had their time to say why."""
+def _wait(children: Sequence[subprocess.Popen[bytes]], saving: int) -> int:
+    """Wait until all are done, or one has failed and the others have had their time to say why, and to write what they had begun.
+
+    ``saving``: an open handle of the file that is touched meanwhile.
+    """
     deadline: float | None = None
     code = 0
     while running := [child for child in children if child.poll() is None]:
@@ -78,7 +87,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
             if failed[0].returncode < 0:  # it could not say so itself
                 name, rank = signal.Signals(-failed[0].returncode).name, children.index(failed[0])
                 sys.stderr.write(f"groupwise: process {rank} of {len(children)} was ended by {name}\n")
-        if deadline is not None and time.monotonic() > deadline:
+        if deadline is not None and time.monotonic() > deadline and time.time() - os.fstat(saving).st_mtime > _GRACE_S:
             for child in running:
                 child.kill()
         time.sleep(_LOOK_EVERY_S)

@@ -65,6 +65,8 @@ class World:
         self.rank, self.size = rank, size
         self._seal, self._gathered = seal, 0
         self._control, self._board, self._device = control, board, device
+        self.is_saving: Callable[[], bool] = lambda: False
+        """Whether this process is writing a checkpoint beside what else it does: it is not ended before, where another one fails."""
 
     @property
     def is_first(self) -> bool:
@@ -248,7 +250,7 @@ class World:
             yield
             return
         launcher = os.environ.get("GROUPWISE_LAUNCHER")
-        watch = Watch(self._board, self.size, int(launcher) if launcher else None)
+        watch = Watch(self._board, self.size, int(launcher) if launcher else None, lambda: self.is_saving())
         watch.start()
         try:
             yield

@@ -243,8 +243,9 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk beside what else is done."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a checkpoint is on its way to the disk beside what else is done; any thread may ask."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
 
     def finish(self, *, copies: bool = True) -> None:
         """Wait until nothing is being written; without ``copies``, until nothing is that learning must wait for."""

@@ -120,6 +120,7 @@ class Run:
             self.folder.checkpoints, output.keep_checkpoints, output.keep_best, output.checkpoint_in_background,
             beside_learning=self.scorer.device.type != "cpu",
         )  # fmt: skip
+        self.world.is_saving = lambda: self.writer.is_writing
 
     def close(self) -> None:
         if self.ahead is not None:
