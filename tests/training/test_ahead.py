@@ -17,6 +17,7 @@ from groupwise.engines.wrappers import SamplingThread
 from groupwise.errors import CheckpointError, ConfigError, RewardError, StoppedError
 from groupwise.models.load import load_policy
 from groupwise.rollout import rollout_scope, rollout_settings
+from groupwise.tracking import Trackers
 from groupwise.training import ahead as ahead_module
 from groupwise.training import start as start_module
 from groupwise.training.ahead import PolicyCopy
@@ -319,6 +320,57 @@ def test_an_engine_with_weights_of_its_own_needs_no_other_copy(go, monkeypatch, 
     assert kept == {"batch"}
     resumed = go("resumed", resume_from=own / "checkpoints/step-2", **sections)
     assert rows(resumed)[-1]["reward/mean"] == rows(own)[-1]["reward/mean"]
+
+
+@pytest.mark.parametrize(("where", "exact"), [("waiting", False), ("learning", True)])
+def test_a_signal_does_not_wait_for_a_batch_that_an_engine_with_its_own_weights_samples(go, monkeypatch, where, exact):
+    """What the run's weights sampled as they are in the checkpoint is sampled again; what older ones did is done by these, and told."""
+    sections, calls, said = {"rollout": {"ahead": 1}, "output": {"checkpoint_every": 0}}, [], []
+    monkeypatch.setattr(start_module, "make_engine", lambda policy, rollout, *rest, **more: EngineWithWeights(policy, rollout))
+    whole = go("whole", **sections)
+
+    def once():
+        calls.append(0)
+        if len(calls) == (3 if where == "waiting" else 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead_module, "_LAST_BATCH_S", 0.05)
+        patch.setattr(Trackers, "say", lambda trackers, sentence, style="": said.append(sentence))
+        if where == "waiting":
+            wait = SamplingThread.wait
+            patch.setattr(SamplingThread, "wait", lambda t, o, p=None: (once(), wait(t, o, p))[1])
+        else:
+            learn = Learner.learn
+            patch.setattr(Learner, "learn", lambda self, *a, **k: (once(), learn(self, *a, **k))[1])
+        _under_way_for_ever(patch, lambda order: order.request.scope == rollout_scope(2))
+        with pytest.raises(StoppedError, match=f"after step {1 if exact else 2}, which is saved"):
+            go("run", **sections)
+    assert [sentence for sentence in said if "was not there in time" in sentence] == said[-1:] * (not exact)
+    resumed = go("run", resume=True, **sections)
+    assert [row["step"] for row in rows(resumed)] == [1, 2, 3, 4, 5]
+    assert same_run(whole, resumed) == exact
+
+
+def test_a_signal_saves_what_is_learnt_where_sampling_ahead_has_failed(go, monkeypatch):
+    sections = {"rollout": {"ahead": 1}, "output": {"checkpoint_every": 0}}
+    monkeypatch.setattr(start_module, "make_engine", lambda policy, rollout, *rest, **more: EngineWithWeights(policy, rollout))
+    serve = EngineWithWeights.serve
+
+    def fail(engine, request, on_progress=None):
+        if request.scope == rollout_scope(2):
+            raise MemoryError("no room")
+        return serve(engine, request, on_progress)
+
+    def stop(report):
+        if report.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineWithWeights, "serve", fail)
+        with pytest.raises(StoppedError, match="after step 2, which is saved"):
+            go("run", on_step=stop, **sections)
+    assert [row["step"] for row in rows(go("run", resume=True, **sections))] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

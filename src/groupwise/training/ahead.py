@@ -36,6 +36,8 @@ from groupwise.types import Completion, Group, Prompt, Turn, from_json
 __all__ = ["Ahead", "PolicyCopy", "WholeCopy"]
 
 Pairs = list[tuple[int, tuple[Completion, ...]]]
+_LAST_BATCH_S = 5.0
+"""How long a run that a signal ends waits for what cannot be sampled again from its checkpoint: a scheduler gives 30 s for all of it."""
 
 
 @dataclass
@@ -167,8 +169,14 @@ class Ahead:
         now = self.learner.updates
         return {"rollout/staleness": Mean.of(now - c.policy_version for group in groups for c in group.completions)}
 
-    def finish_for_checkpoint(self) -> None:
-        """Wait for and gather what cannot be sampled again from a checkpoint. A collective call, before one is taken."""
+    def finish_for_checkpoint(self, stopping: bool = False) -> list[int]:
+        """Wait for and gather what cannot be sampled again from a checkpoint. A collective call, before one is taken.
+
+        ``stopping``: a signal ends the run. A single process then leaves out what fails or is not there in a moment. Returns the steps of
+        those that a resumed run will sample with other weights.
+        """
+        if stopping and self.borrows and self.world.size == 1:
+            return self._leave_out_late()
         if self.borrows or self.world.size > 1:
             self.wait_for_all()
         if self.world.size > 1:
@@ -178,6 +186,18 @@ class Ahead:
                     parts = self.world.all_gather_object(sampled.pairs)
                     batch.pairs, batch.seconds = sorted((p for part in parts for p in part), key=lambda p: p[0]), sampled.seconds
                     batch.order = None
+        return []
+
+    def _leave_out_late(self) -> list[int]:
+        ends, late = time.monotonic() + _LAST_BATCH_S, []
+        for step, batch in list(self._batches.items()):
+            moved = batch.version != self.learner.updates  # else the resumed run has the same weights
+            if batch.order is not None and moved:
+                batch.order.over.wait(max(0.0, ends - time.monotonic()))
+            if not batch.is_sampled:
+                del self._batches[step]
+                late += [step] * moved
+        return late
 
     def close(self) -> None:
         """Drop what is under way."""

@@ -338,7 +338,7 @@ class Run:
 
     def learn(self, rollout: Rollout) -> Advantages:
         """Update the policy, and tell the engine. A signal may come between two updates; what is left is then done after a resume. Within
-        the first update it abandons the step, which is sampled again then."""
+        the first update it abandons the step, which is sampled again then; a batch that was sampled ahead is kept."""
         assert self.learner is not None
         if self.ahead is not None:
             self.ahead.learnt(self.done)
@@ -350,11 +350,10 @@ class Run:
         longest = max(len(c.token_ids) for group in rollout.groups for c in group.completions)
         with self._room_to_learn(self._planned([group.prompt for group in rollout.groups]), longest, "a step"):
             advantages, measured = self.learner.learn(
-                rollout.groups, step=self.done, held=self.held.take(), stop=self.signals.at_once_and_received,
-                within=self.ahead is None,
+                rollout.groups, step=self.done, held=self.held.take(), stop=self.signals.at_once_and_received, within=True
             )  # fmt: skip
         if (paused := self.learner.paused) is not None:
-            if paused.updates == 0:
+            if paused.updates == 0 and self.ahead is None:  # else what the batch was sampled with may be gone
                 self.prepared.rewards.load_state_dict(self.known)
                 self.stop()
             self.held.window, self.held.rollout_metrics = paused, self.metrics
@@ -424,17 +423,22 @@ class Run:
         return f"the last checkpoint is {newest}" if newest else "there is no checkpoint (output.checkpoint_every)"
 
     def save(self, done: int, updates: int = 0) -> Path:
-        """A checkpoint after ``done`` steps, and so many updates of the next. Raises CheckpointError when the disk does not take it."""
-        snapshot = self._snapshot(done, updates)
+        """The last checkpoint, after ``done`` steps and so many updates of the next. Raises CheckpointError where the disk refuses it."""
+        snapshot = self._snapshot(done, updates, stopping=True)
         return self.world.on_rank0(lambda: self.writer.write(snapshot))
 
-    def _snapshot(self, done: int, updates: int = 0) -> Snapshot:
-        """Take a snapshot, a collective call; the first process's is whole."""
+    def _snapshot(self, done: int, updates: int = 0, stopping: bool = False) -> Snapshot:
+        """Take a snapshot, a collective call; the first process's is whole. ``stopping``: somebody waits for the end of the run."""
         assert self.learner is not None
         self.writer.finish()  # two copies at once would take twice the memory
         self.sharding.check()
         if self.ahead is not None:
-            self.ahead.finish_for_checkpoint()
+            for step in self.ahead.finish_for_checkpoint(stopping):
+                self.trackers.say(
+                    f"The batch of step {step + 1}, which is sampled ahead, was not there in time: the resumed run samples it with newer "
+                    "weights, so its numbers are not those of a run that was not stopped.",
+                    "yellow",
+                )
         about = about_run(self.prepared, self.evaluations)
         return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)
 
