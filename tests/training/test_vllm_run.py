@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from contextlib import nullcontext
 
 import pytest
@@ -10,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import groupwise.engines.vllm.engine as engine_module
 import groupwise.training.run as run_module
+from groupwise.engines.vllm import pushing
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
-from groupwise.errors import ConfigError, TrainingError
+from groupwise.errors import ConfigError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_model
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
@@ -135,6 +138,50 @@ def test_only_an_engine_that_reads_the_trainer_s_weights_has_them_gathered(
     config = small_config(rollout={"engine": engine, **asked}, training={"steps": 2}, data={"holdout": 2})
     train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     assert bool(entered) == (engine == "builtin")
+
+
+@pytest.fixture
+def closes_after_step_2(server, monkeypatch):
+    """Have the server go away when the second step is learnt."""
+    learn, learnt = Learner.learn, []
+
+    def learn_and_close(*given, **named):
+        found = learn(*given, **named)
+        learnt.append(0)
+        if len(learnt) == 2:
+            server.close()
+        return found
+
+    monkeypatch.setattr(Learner, "learn", learn_and_close)
+    return server
+
+
+@pytest.mark.parametrize("warned", [True, False], ids=["a signal", "nobody comes"])
+def test_what_was_learnt_is_saved_where_the_server_is_away(
+    warned, closes_after_step_2, tiny_folder, small_config, letters, quiet, tmp_path, monkeypatch
+):
+    """... and is gone on with from there, by a server at another address."""
+
+    def config(url, patience_s):
+        vllm = {"url": url, "patience_s": patience_s}
+        return small_config(rollout={"engine": "vllm", "vllm": vllm}, training={"steps": 3})
+
+    def signalled(retries, *given, wait=pushing.RetryLimit.wait):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return wait(retries, *given)
+
+    with monkeypatch.context() as patch:
+        if warned:
+            patch.setattr(pushing.RetryLimit, "wait", signalled)
+        said = "after step 2, which is saved" if warned else r"the weights cannot be pushed: .*; step 2 is saved in .*step-2"
+        with pytest.raises(StoppedError if warned else TrainingError, match=said):
+            begun = config(closes_after_step_2.url, 20.0 if warned else 3.0)
+            train(begun, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    other = Server(Service(ModelBackend(AutoModelForCausalLM.from_pretrained(tiny_folder)), spool=tmp_path))
+    train(config(other.url, 20.0), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
+    other.close()
+    kept = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [1, 2, 3]
 
 
 @pytest.mark.slow

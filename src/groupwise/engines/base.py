@@ -109,6 +109,8 @@ class Engine(ABC):
     """Whether it knows ``SampleRequest.watch`` and ``drawn``."""
     limit: RowLimit | None = None
     """How many sequences it samples at once, where the run may lower that as memory runs out."""
+    heed: Callable[[], object] | None = None
+    """Called while ``refresh`` waits for somebody who is away; what it raises ends that."""
 
     @abstractmethod
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:

@@ -15,6 +15,7 @@ from groupwise.distributed import World
 from groupwise.distributed.world import Notices
 from groupwise.engines import Engine
 from groupwise.engines.wrappers import DealtEngine
+from groupwise.episodes import EpisodeEngine
 from groupwise.errors import StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, evaluate_stage
 from groupwise.memory import KeptMemory, peak_memory_bytes, release_freed_memory
@@ -107,6 +108,8 @@ class Run:
     kept: KeptMemory = field(default_factory=KeptMemory)
     ahead: Ahead | None = None
     """What is sampled for later steps, where the config wants it."""
+    unpushed: BaseException | None = None
+    """Why the engine lacks the policy's last weights."""
 
     def __post_init__(self) -> None:
         self.batches = Batches(self.config, self.prepared, self.world)
@@ -269,7 +272,8 @@ class Run:
         if self.checkpoint is None:
             if self.config.warm_start.steps:  # else there is nothing yet that could be lost
                 self.checkpoint_if_due(-1)
-                self.engine.refresh(0)
+                self._push()
+                self._end_unpushed()
             return 0
         self.done = done = load_checkpoint(self.checkpoint, self.learner)
         self.saved_updates = self.learner.updates
@@ -360,7 +364,7 @@ class Run:
             self.stop(paused.updates)
         self.metrics |= measured
         if self.ahead is None or not self.ahead.borrows:  # else it still samples with the weights that it has
-            self.engine.refresh(self.learner.updates)
+            self._push()
         if self.learner.dropped_in_a_row >= _MOST_DROPPED:
             raise TrainingError(
                 f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
@@ -368,6 +372,31 @@ class Run:
                 f"{self.world.on_rank0(self._last_good)}"
             )
         return advantages
+
+    def _push(self) -> None:
+        """Tell the engine of the new weights. Where its server stays away, or a signal comes while it is waited for, ``unpushed`` says so:
+        what was learnt is recorded and saved first."""
+        assert self.learner is not None
+
+        def heed() -> None:
+            if self.signals.at_once_and_received():
+                raise AbandonStep
+
+        pushing = self.engine.engine if isinstance(self.engine, EpisodeEngine) else self.engine
+        pushing.heed = heed
+        try:
+            self.engine.refresh(self.learner.updates)
+        except (AbandonStep, TrainingError) as error:
+            self.unpushed = error
+        finally:
+            pushing.heed = None
+
+    def _end_unpushed(self) -> None:
+        """Save what is done, and end the run, where the engine did not get the last weights."""
+        if isinstance(self.unpushed, AbandonStep):
+            self.stop()
+        if self.unpushed is not None:
+            raise TrainingError(f"{self.unpushed}; step {self.done} is saved in {self.save(self.done)}") from self.unpushed
 
     def record(self, step: int, rollout: Rollout, advantages: Advantages, on_step: Callable[[StepReport], Any] | None) -> bool:
         """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False)."""
@@ -392,10 +421,10 @@ class Run:
         numbers = values(self.metrics)
         self.trackers.step(step + 1, numbers)
         self.trackers.completions(step + 1, rollout.groups, advantages, self.learner.token_advantages)
-        if on_step is None:
-            return True
         report = StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)
-        return self.world.on_rank0(lambda: on_step(report) is not False)
+        going_on = on_step is None or self.world.on_rank0(lambda: on_step(report) is not False)
+        self._end_unpushed()
+        return going_on
 
     def _threads(self) -> dict[str, Metric]:
         """How many threads computed, on a CPU; the first step with fewer than there are is told."""

@@ -299,6 +299,7 @@ class VllmEngine(Engine):
         push(
             self.link, policy, self.weights, self.policy_version,
             take_hold=self._take_hold, bucket_bytes=self.bucket_bytes, patience_s=self.patience_s, way=self._way,
+            heed=self.heed,
         )  # fmt: skip
 
     def _may_sleep(self) -> bool:

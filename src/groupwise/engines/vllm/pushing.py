@@ -146,6 +146,7 @@ def push(
     bucket_bytes: int,
     patience_s: float,
     way: Way,
+    heed: Callable[[], object] | None = None,
 ) -> None:
     """Have the policy's weights held there under the id ``weights``. The policy must stand still meanwhile: what is interrupted is sent
     again from its beginning, and what is held in the end is compared, by its digest, with what was sent last. ``take_hold`` of the server
@@ -155,9 +156,10 @@ def push(
     unless not ``way.in_place``. Where that fails they are sent in parts, which is said. A server that takes adapters alone is sent the base
     once, and the adapter's factors from then on.
 
-    Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was.
+    Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was; and what
+    ``heed`` raises, which is called while it is waited for.
     """
-    retries = RetryLimit(patience_s)
+    retries = RetryLimit(patience_s, heed)
     model, base = policy.model, f"{owner_of(weights)}:base"
     while True:
         alone = None
@@ -293,8 +295,9 @@ def _not_taken(link: Link, refused: Exception) -> TrainingError:
 class RetryLimit:
     """How long a server may be away before a run gives up."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.lost = seconds, False
+    def __init__(self, seconds: float, heed: Callable[[], object] | None = None) -> None:
+        """``heed``: called before each wait; what it raises ends the waiting."""
+        self.seconds, self.heed, self.lost = seconds, heed, False
         self._since: float | None = None
         """The first failure after which nothing has come."""
 
@@ -310,4 +313,6 @@ class RetryLimit:
             raise TrainingError(
                 f"{what}: {error}, for {self.seconds:.0f} s (rollout.vllm.patience_s); start the server again and continue with --resume"
             ) from error
+        if self.heed is not None:
+            self.heed()
         time.sleep(min(1.0, self.seconds / 10))
