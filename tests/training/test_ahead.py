@@ -324,7 +324,7 @@ def test_an_engine_with_weights_of_its_own_needs_no_other_copy(go, monkeypatch, 
 
 @pytest.mark.parametrize(("where", "exact"), [("waiting", False), ("learning", True)])
 def test_a_signal_does_not_wait_for_a_batch_that_an_engine_with_its_own_weights_samples(go, monkeypatch, where, exact):
-    """What the run's weights sampled as they are in the checkpoint is sampled again; what older ones did is done by these, and told."""
+    """What the checkpoint's weights sampled, they sample again; they also sample what older ones did, which is told."""
     sections, calls, said = {"rollout": {"ahead": 1}, "output": {"checkpoint_every": 0}}, [], []
     monkeypatch.setattr(start_module, "make_engine", lambda policy, rollout, *rest, **more: EngineWithWeights(policy, rollout))
     whole = go("whole", **sections)

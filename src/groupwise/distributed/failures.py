@@ -147,7 +147,7 @@ class Watch(threading.Thread):
     """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed.
 
     The main thread gets ``RankLost``. Where it does not come out (a collective of a GPU that waits), the process is ended. It is
-    ended, too, when the launcher has ended. While ``saving`` says that a checkpoint is being written, it may take as long as that.
+    ended, too, when the launcher has ended. A checkpoint that is being written, as ``saving`` says, is waited for.
     """
 
     def __init__(self, board: Board, size: int, launcher: int | None, saving: Callable[[], bool] = lambda: False) -> None:

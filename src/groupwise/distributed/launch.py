@@ -1,8 +1,8 @@
 """``--num-processes N``: several processes of the same command on this machine.
 
 They find each other as under torchrun, by RANK, WORLD_SIZE and the rest in the environment. When one ends badly, the others get a
-moment to end with its error, and the time that a checkpoint takes that is being written, and are then ended; the exit code is that of the
-first to fail.
+moment to end with its error, and as long as a checkpoint takes that is being written, and are then ended; the exit code is that of
+the first to fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["HANGUP", "LAUNCHER", "SAVING", "SECRET", "cores_per_process", "held_port", "launch", "on_this_machine", "stop_signals"]
+__all__ = [
+    "HANGUP", "LAUNCHER", "SAVING", "SECRET", "cores_per_process", "held_port", "launch", "on_this_machine", "stop_signals",
+]  # fmt: skip
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
 """In the environment of the processes: the launcher's process id. They end when it does."""

@@ -169,9 +169,9 @@ third). On a GPU where its blocks may grow 5% were measured, on one H200. Beside
 
 
 def phases(setup: Setup) -> list[Phase]:
-    """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written while
-    problems are judged or the next batch is sampled) and the final model, in the steady state (the moments exist). ``learning`` is the
-    fullest moment of a pass; the output head's is given beside it where it is another one."""
+    """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written
+    while problems are judged or the next batch is sampled) and the final model, in the steady state (the moments exist).
+    ``learning`` is the fullest moment of a pass; the output head's is given beside it where it is another one."""
     passing = {"sampling": sampling(setup)}
     data = setup.config.data
     if data.holdout or not data.holds_out or is_prepared(data.source):

@@ -37,7 +37,7 @@ __all__ = ["Ahead", "PolicyCopy", "WholeCopy"]
 
 Pairs = list[tuple[int, tuple[Completion, ...]]]
 _LAST_BATCH_S = 5.0
-"""How long a run that a signal ends waits for what cannot be sampled again from its checkpoint: a scheduler gives 30 s for all of it."""
+"""How long a run that a signal ends waits for what cannot be sampled again from its checkpoint: a scheduler gives 30 s for all."""
 
 
 @dataclass
@@ -172,8 +172,8 @@ class Ahead:
     def finish_for_checkpoint(self, stopping: bool = False) -> list[int]:
         """Wait for and gather what cannot be sampled again from a checkpoint. A collective call, before one is taken.
 
-        ``stopping``: a signal ends the run. A single process then leaves out what fails or is not there in a moment. Returns the steps of
-        those that a resumed run will sample with other weights.
+        ``stopping``: a signal ends the run. A single process then leaves out what fails or is not there in a moment. Returns the
+        steps of those that a resumed run will sample with other weights.
         """
         if stopping and self.borrows and self.world.size == 1:
             return self._leave_out_late()

@@ -374,8 +374,8 @@ class Run:
         return advantages
 
     def _push(self) -> None:
-        """Tell the engine of the new weights. Where its server stays away, or a signal comes while it is waited for, ``unpushed`` says so:
-        what was learnt is recorded and saved first."""
+        """Tell the engine of the new weights. Where its server stays away, or a signal comes while it is waited for, ``unpushed`` says
+        so: what was learnt is recorded and saved first."""
         assert self.learner is not None
 
         def heed() -> None:
@@ -452,20 +452,20 @@ class Run:
         return f"the last checkpoint is {newest}" if newest else "there is no checkpoint (output.checkpoint_every)"
 
     def save(self, done: int, updates: int = 0) -> Path:
-        """The last checkpoint, after ``done`` steps and so many updates of the next. Raises CheckpointError where the disk refuses it."""
+        """The last checkpoint, after ``done`` steps and so many updates of the next. Raises CheckpointError on a full disk."""
         snapshot = self._snapshot(done, updates, stopping=True)
         return self.world.on_rank0(lambda: self.writer.write(snapshot))
 
     def _snapshot(self, done: int, updates: int = 0, stopping: bool = False) -> Snapshot:
-        """Take a snapshot, a collective call; the first process's is whole. ``stopping``: somebody waits for the end of the run."""
+        """Take a snapshot, a collective call; the first process's is whole. ``stopping``: a signal ends the run."""
         assert self.learner is not None
         self.writer.finish()  # two copies at once would take twice the memory
         self.sharding.check()
         if self.ahead is not None:
             for step in self.ahead.finish_for_checkpoint(stopping):
                 self.trackers.say(
-                    f"The batch of step {step + 1}, which is sampled ahead, was not there in time: the resumed run samples it with newer "
-                    "weights, so its numbers are not those of a run that was not stopped.",
+                    f"The batch of step {step + 1}, which is sampled ahead, was not there in time: the resumed run samples it with "
+                    "newer weights, so its numbers are not those of a run that was not stopped.",
                     "yellow",
                 )
         about = about_run(self.prepared, self.evaluations)
