@@ -1,4 +1,4 @@
-"""A process that is done ends well, however late the one that keeps the board answers; one that writes a checkpoint, after that."""
+"""A process that is done ends well, however late the one that keeps the board answers; one that writes a checkpoint, after it."""
 
 import os
 import subprocess

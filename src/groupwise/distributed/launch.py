@@ -1,8 +1,8 @@
 """``--num-processes N``: several processes of the same command on this machine.
 
 They find each other as under torchrun, by RANK, WORLD_SIZE and the rest in the environment. When one ends badly, the others get a
-moment to end with its error, and as long as a checkpoint takes that is being written, and are then ended; the exit code is that of
-the first to fail.
+moment to end with its error, and as long as a checkpoint takes that is being written, and are then ended; the exit code is that
+of the first to fail.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ __all__ = ["Ahead", "PolicyCopy", "WholeCopy"]
 
 Pairs = list[tuple[int, tuple[Completion, ...]]]
 _LAST_BATCH_S = 5.0
-"""How long a run that a signal ends waits for what cannot be sampled again from its checkpoint: a scheduler gives 30 s for all."""
+"""How long a run that a signal ends waits for what cannot be sampled again from its checkpoint: schedulers give 30 s for all."""
 
 
 @dataclass

@@ -374,8 +374,8 @@ class Run:
         return advantages
 
     def _push(self) -> None:
-        """Tell the engine of the new weights. Where its server stays away, or a signal comes while it is waited for, ``unpushed`` says
-        so: what was learnt is recorded and saved first."""
+        """Tell the engine of the new weights. Where its server stays away, or a signal comes while it is waited for, ``unpushed``
+        says so: what was learnt is recorded and saved first."""
         assert self.learner is not None
 
         def heed() -> None:
@@ -464,8 +464,8 @@ class Run:
         if self.ahead is not None:
             for step in self.ahead.finish_for_checkpoint(stopping):
                 self.trackers.say(
-                    f"The batch of step {step + 1}, which is sampled ahead, was not there in time: the resumed run samples it with "
-                    "newer weights, so its numbers are not those of a run that was not stopped.",
+                    f"The batch of step {step + 1}, which is sampled ahead, was not there in time: the resumed run samples it "
+                    "with newer weights, so its numbers are not those of a run that was not stopped.",
                     "yellow",
                 )
         about = about_run(self.prepared, self.evaluations)

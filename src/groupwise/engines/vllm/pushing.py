@@ -156,8 +156,8 @@ def push(
     unless not ``way.in_place``. Where that fails they are sent in parts, which is said. A server that takes adapters alone is sent the base
     once, and the adapter's factors from then on.
 
-    Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was; and
-    what ``heed`` raises, which is called while it is waited for.
+    Raises TrainingError where the server is away for longer than ``patience_s``, does not take them, or is not the one it was;
+    and what ``heed`` raises, which is called while it is waited for.
     """
     retries = RetryLimit(patience_s, heed)
     model, base = policy.model, f"{owner_of(weights)}:base"
