@@ -174,8 +174,8 @@ def test_what_was_learnt_is_saved_where_the_server_is_away(
         if warned:
             patch.setattr(pushing.RetryLimit, "wait", signalled)
         said = "after step 2, which is saved" if warned else r"the weights cannot be pushed: .*; step 2 is saved in .*step-2"
+        begun = config(closes_after_step_2.url, 20.0 if warned else 3.0)
         with pytest.raises(StoppedError if warned else TrainingError, match=said):
-            begun = config(closes_after_step_2.url, 20.0 if warned else 3.0)
             train(begun, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     other = Server(Service(ModelBackend(AutoModelForCausalLM.from_pretrained(tiny_folder)), spool=tmp_path))
     train(config(other.url, 20.0), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)

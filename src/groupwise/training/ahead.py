@@ -189,7 +189,7 @@ class Ahead:
         return []
 
     def _leave_out_late(self) -> list[int]:
-        ends, late = time.monotonic() + _LAST_BATCH_S, []
+        ends, late = time.monotonic() + _LAST_BATCH_S, list[int]()
         for step, batch in list(self._batches.items()):
             moved = batch.version != self.learner.updates  # else the resumed run has the same weights
             if batch.order is not None and moved:
