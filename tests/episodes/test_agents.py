@@ -351,6 +351,13 @@ def test_a_program_that_never_asks_is_told_before_anything_is_sampled(tokenizer,
         played(says(tokenizer, "a"), tokenizer, "/nowhere/agent --fast")
 
 
+def test_a_program_that_fails_once_before_it_asks_has_a_second_try(tokenizer, agent, tmp_path):
+    begun = str(tmp_path / "begun")
+    program = f'if not os.path.exists({begun!r}):\n    open({begun!r}, "w")\n    sys.exit("no connection")\nask()\n'
+    ((completion,),), _ = played(says(tokenizer, "a"), tokenizer, agent(program))
+    assert completion.finish_reason == "stop"
+
+
 def test_a_program_finds_the_row_and_no_secret(tokenizer, agent, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef0123")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")

@@ -216,8 +216,8 @@ class _Door:
                 program.close()
             self._programs.clear()
 
-    def first_request(self, problem: Problem) -> Ask:
-        """What a program asks that is then ended. Raises TrainingError where it asks nothing."""
+    def first_request(self, problem: Problem, tries: int = 2) -> Ask:
+        """What a program asks that is then ended. Raises TrainingError where none of so many ``tries`` asks."""
         try:
             program = self.start(problem)
             try:
@@ -225,6 +225,8 @@ class _Door:
             finally:
                 self.end(program)
         except _Failed as failed:
+            if tries > 1:  # without a prompt the run cannot go on
+                return self.first_request(problem, tries - 1)
             raise TrainingError(f"the agent of rollout.environment asked nothing on problem {problem.id}: {failed}") from failed
 
 
