@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
+import threading
 import time
 from typing import Any
 
@@ -16,6 +18,7 @@ from test_driver import PLENTY, Scripted, episodes_of, prompt_of
 from groupwise.chat import answer_of, make_speaker
 from groupwise.config.schema import Config, PromptConfig, RolloutConfig
 from groupwise.doctor import diagnose_prepared
+from groupwise.engines.base import SamplingSettings
 from groupwise.episodes import open_episodes, render_episode
 from groupwise.episodes.driver import EpisodeEngine
 from groupwise.episodes.environments import Environments
@@ -25,7 +28,7 @@ from groupwise.training.loop import train
 from groupwise.training.setup import _note_on_tools, prepare
 from groupwise.types import Problem, Prompt
 from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, comes
 
 
 class Guess:
@@ -455,6 +458,117 @@ def test_an_environment_that_cannot_begin_is_closed(tokenizer):
 
     with pytest.raises(TrainingError, match="no server"):
         Environments({None: Down}, LONG_S).opening(Problem("p", "?", ""))
-    with pytest.raises(TrainingError, match="no server"):
-        played(tokenizer, lambda n, sample, turn: "1", Down)
-    assert len(closed) == 2
+    assert len(closed) == 2, "it was tried twice"
+    ((completion,),), _, _ = played(tokenizer, lambda n, sample, turn: "1", Down)
+    assert completion.finish_reason == "environment_error"
+    assert len(closed) == 3
+    with pytest.raises(TrainingError, match="no server"):  # half a worked example would teach to stop there
+        episodes_of(tokenizer, environments=Environments({None: Down}, LONG_S)).play_script(prompt_of(), ["1", "2"], 5)
+    assert len(closed) == 4
+
+
+def test_the_prompt_survives_one_reset_that_fails():
+    tried = []
+
+    class Once(Guess):
+        def reset(self, **row: Any) -> str:  # type: ignore[override]
+            tried.append(self)
+            if len(tried) == 1:
+                raise OSError("no session")
+            return " Begin."
+
+    said, _ = Environments({None: Once}, LONG_S).opening(Problem("p", "?", ""))
+    assert said == " Begin."
+    assert tried[0] is not tried[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "failure"), [("raises", "environment_error", "raised"), ("hangs", "timeout", "timed_out")]
+)
+def test_a_reset_that_fails_ends_its_episode_without_a_reward(tokenizer, kind, reason, failure):
+    class Failing(Guess):
+        def reset(self, **row: Any) -> str:  # type: ignore[override]
+            if kind == "hangs":
+                time.sleep(600)
+            raise OSError("no session")
+
+    timeout_s = 1.0 if kind == "hangs" else LONG_S
+    ((completion,),), engine, episodes = played(tokenizer, lambda *_: "1", Failing, timeout_s=timeout_s)
+    assert (completion.finish_reason, completion.reward, len(completion.turns)) == (reason, None, 1)
+    (call,) = completion.calls
+    assert (call.name, call.failure) == ("reset", failure)
+    assert call.result.startswith("error: reset of the environment Failing failed on problem p: ")
+    cut = SamplingSettings(max_tokens=1)  # a first turn that is not answered
+    ((completion,),) = EpisodeEngine(engine, episodes).sample([prompt_of()], 1, cut, seed=3, scope="test")
+    assert (completion.finish_reason, completion.reward, len(completion.token_ids)) == (reason, None, 1)
+
+
+FLAKY = '''
+from collections import Counter
+
+asked, failed = Counter(), []
+
+
+class Flaky:
+    """Once in a run the fourth instance of a problem cannot begin: its first one renders the prompt."""
+
+    def reset(self, prompt, **row):
+        asked[prompt] += 1
+        if asked[prompt] >= 4 and not failed:
+            failed.append(prompt)
+            raise OSError("no session")
+
+    def step(self, text):
+        return None, float(len(text)), True, {}
+'''
+
+
+def test_one_reset_that_fails_leaves_its_group_out_and_the_run_goes_on(tmp_path):
+    (tmp_path / "flaky.py").write_text(FLAKY, encoding="utf-8")
+    model = write_tiny_llama(tmp_path / "model", tie_word_embeddings=False, stop_weight=12.0, max_position_embeddings=512)
+    config = tiny_config(
+        model, write_sums(tmp_path / "sums.jsonl"),
+        rollout={"environment": f"{tmp_path / 'flaky.py'}:Flaky", "max_completion_tokens": 60},
+        rewards={"functions": [{"function": "environment"}], "on_error": "skip"},
+    )  # fmt: skip
+    reports: list[Any] = []
+    train(config, console=Console(quiet=True), run_folder=tmp_path / "run", on_step=reports.append)
+    assert [report.metrics["groups/failed"] for report in reports] == [1, 0]
+    assert [len(report.groups) for report in reports] == [2, 3]
+
+
+def test_environments_of_episodes_that_are_abandoned_are_closed_once(tokenizer, monkeypatch):
+    """One waits for its next turn, one is being answered, and one is still being made."""
+    monkeypatch.setattr("groupwise.episodes.driver._CLOSE_S", 1.0)
+    begun, closed = itertools.count(), []
+    waits, held, in_step = threading.Event(), threading.Event(), threading.Event()
+
+    class Session:
+        def reset(self, **row: Any) -> None:
+            self.number = next(begun)
+            if self.number == 2:
+                held.wait(LONG_S)
+
+        def step(self, text: str) -> Any:
+            if self.number == 1:
+                in_step.set()
+                held.wait(LONG_S)
+            assert self not in closed
+            waits.set()
+            return "Go on.", 0.0, False, {}
+
+        def close(self) -> None:
+            closed.append(self)
+
+    def stop(finished: int, tokens: int) -> None:
+        if waits.is_set() and in_step.is_set():
+            raise KeyboardInterrupt
+
+    episodes = episodes_of(tokenizer, environments=Environments({None: Session}, LONG_S), max_turns=1000)
+    engine = EpisodeEngine(Scripted(tokenizer, lambda *_: "1"), episodes)
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample([prompt_of()], 3, PLENTY, seed=0, scope="x", on_progress=stop)
+    assert [one.number for one in closed] == [0]
+    held.set()
+    assert comes(lambda: len(closed) == 3)
+    assert {one.number for one in closed} == {0, 1, 2}

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -20,7 +22,17 @@ from typing import Any, Protocol
 from groupwise.engines.base import Engine, Progress, SampleRequest
 from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes, turn_name
 from groupwise.engines.wrappers import RowLimit
-from groupwise.episodes.environments import Environments, Partner, Reply, Steps, ToolUse, let_go, takes_steps
+from groupwise.episodes.environments import (
+    Environments,
+    NotBegun,
+    Partner,
+    Reply,
+    ResetFailed,
+    Steps,
+    ToolUse,
+    let_go,
+    takes_steps,
+)
 from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.episodes.tools import Tool, Toolbox
@@ -32,6 +44,9 @@ from groupwise.types import FAILURES, Completion, FinishReason, Problem, Prompt,
 __all__ = ["Agents", "EpisodeEngine", "Episodes", "Played"]
 
 logger = logging.getLogger("groupwise")
+
+_CLOSE_S = 5.0
+"""How long environments of episodes that nobody plays on are awaited, all together: a signal may have ended the run."""
 
 
 class Agents(Protocol):
@@ -109,6 +124,10 @@ class Episodes:
             return Steps(made, self.timeout_s), said
         return ToolUse(Toolbox({**self.tools, **self.environments.tools_of(made)}, self.timeout_s), self.format, made), said
 
+    def let_go(self, partner: Partner) -> None:
+        """Close the environment of an episode that is not played to its end."""
+        let_go(getattr(partner, "environment", None), self.timeout_s)
+
     def are_over(self, partners: Sequence[Partner]) -> None:
         """Told of those of one call, in the order of its completions."""
 
@@ -128,7 +147,7 @@ class Episodes:
         played: list[Played] = [(before, ids, sampled)]
         with self.open() as partner_of, ExitStack() as ends:
             partner, _ = partner_of(prompt)
-            ends.callback(let_go, getattr(partner, "environment", None), self.timeout_s)
+            ends.callback(self.let_go, partner)
             conversation = self.conversation(prompt, partner)
             for number, text in enumerate(turns):
                 own = [*self.template.tokenizer(text, add_special_tokens=False)["input_ids"], end_token]
@@ -197,26 +216,40 @@ class EpisodeEngine(Engine):
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``; progress counts episodes."""
         played: dict[tuple[int, int], _Episode] = {}
+        abandoned = threading.Event()
 
         def begin_or_append(place: int, turn: Completion) -> _Episode:
             episode = played.get((place, turn.sample))
             if episode is None:
                 begun = _begin(self.episodes, partner_of, request.prompts[place], turn, request.settings.max_tokens)
                 episode = played[place, turn.sample] = begun
+                if abandoned.is_set():  # while its environment was made
+                    episode.give_up()
             else:
                 episode.append(turn)
             return episode
 
-        with self.episodes.open() as partner_of, Background(self.episodes.concurrent, "episode") as background:
-            self._play(request, begin_or_append, background, self._counting(played, on_progress))
-            while forked := [episode for _, episode in sorted(played.items()) if episode.finish_reason is None]:
-                limits, prompts = [episode.room for episode in forked], [episode.next_prompt() for episode in forked]
-                settings = replace(request.settings, max_tokens=max(limits))
-                further = SampleRequest(prompts, 1, settings, request.seed, request.scope, limits=limits)
-                self._play(further, _appending_to(forked), background, self._counting(played, on_progress))
+        try:
+            with self.episodes.open() as partner_of, Background(self.episodes.concurrent, "episode") as background:
+                self._play(request, begin_or_append, background, self._counting(played, on_progress))
+                while forked := [episode for _, episode in sorted(played.items()) if episode.finish_reason is None]:
+                    limits, prompts = [episode.room for episode in forked], [episode.next_prompt() for episode in forked]
+                    settings = replace(request.settings, max_tokens=max(limits))
+                    further = SampleRequest(prompts, 1, settings, request.seed, request.scope, limits=limits)
+                    self._play(further, _appending_to(forked), background, self._counting(played, on_progress))
+        except BaseException:  # a signal, another process's failure, an error of one episode
+            abandoned.set()
+            self._give_up(list(played.values()))
+            raise
         groups = [[played[i, s] for s in range(request.samples_per_prompt)] for i in range(len(request.prompts))]
         self.episodes.are_over([episode.partner for group in groups for episode in group])
         return [tuple(episode.completion() for episode in group) for group in groups]
+
+    def _give_up(self, episodes: Sequence[_Episode]) -> None:
+        """Close the environments of those that have not ended, side by side; what takes longer than ``_CLOSE_S`` is left behind."""
+        unfinished = [episode for episode in episodes if episode.finish_reason is None]
+        with Background(self.episodes.concurrent, "close") as background:
+            wait([background.submit(episode.give_up) for episode in unfinished], _CLOSE_S)
 
     def _play(
         self, request: SampleRequest, append: Callable[[int, Completion], _Episode], background: Background,
@@ -256,8 +289,12 @@ def _appending_to(episodes: Sequence[_Episode]) -> Callable[[int, Completion], _
 
 def _begin(episodes: Episodes, partner_of: PartnerOf, prompt: Prompt, first: Completion, max_tokens: int) -> _Episode:
     """The episode of which the first turn is sampled. Raises TrainingError where it begins otherwise than the prompt says."""
-    partner, said = partner_of(prompt)
+    try:
+        partner, said = partner_of(prompt)
+    except ResetFailed as failure:
+        partner, said = NotBegun(failure), None
     if said and prompt.messages is not None and not prompt.messages[-1]["content"].endswith(said):
+        episodes.let_go(partner)
         raise TrainingError(
             f"reset of the environment began problem {prompt.problem.id} with {said[-80:]!r}, and before with "
             f"{prompt.messages[-1]['content'][-80:]!r}, but all members of a group must start alike: give it an argument seed to draw from"
@@ -283,6 +320,8 @@ class _Episode:
     """None while it is played."""
     reward: float | None = None
     conversation: Conversation | None = field(init=False)
+    answering: threading.Lock = field(default_factory=threading.Lock)
+    """Held by who calls the partner: an environment is not closed beside its own ``step``, and only once."""
 
     def __post_init__(self) -> None:
         self.conversation = self.episodes.conversation(self.prompt, self.partner)
@@ -309,10 +348,20 @@ class _Episode:
     def be_answered(self) -> list[int] | None:
         """The tokens that its row is given after its last turn, appended; or None where the row ends: with the episode, which is then
         judged, or because it forks."""
-        given = self._hear(self.partner.reply(self.last)) if self.finish_reason is None else None
-        if self.finish_reason is not None:
-            self._judge()
-        return given
+        with self.answering:
+            if self.finish_reason in FAILURES:  # given up meanwhile
+                return None
+            given = self._hear(self.partner.reply(self.last)) if self.finish_reason is None else None
+            if self.finish_reason is not None:
+                self._judge()
+            return given
+
+    def give_up(self) -> None:
+        """End it where it is, once its partner has answered, and close its environment. Nothing where it has ended."""
+        with self.answering:
+            if self.finish_reason is None:
+                self.finish_reason = "environment_error"
+                self.episodes.let_go(self.partner)
 
     def _hear(self, reply: Reply) -> list[int] | None:
         self.turns[-1] = replace(self.turns[-1], calls=reply.calls, reward=reply.reward)

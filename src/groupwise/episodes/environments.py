@@ -24,7 +24,7 @@ from groupwise.importing import import_member, in_one_line
 from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit, own_copy
 from groupwise.types import Completion, FinishReason, Problem, ToolCall
 
-__all__ = ["Environments", "Partner", "Reply", "ToolUse"]
+__all__ = ["Environments", "NotBegun", "Partner", "Reply", "ResetFailed", "ToolUse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,35 @@ class Steps:
         return 0.0  # its turns have theirs; a policy that never finished one earned nothing
 
 
-def _failed(failure: Any, why: str) -> ToolCall:
-    return ToolCall("step", {}, shortened(f"error: {why}"), failure)
+class ResetFailed(TrainingError):
+    """``reset`` raised, or did not answer in time."""
+
+    @property
+    def timed_out(self) -> bool:
+        return isinstance(self.__cause__, CallTimedOut)
+
+
+@dataclass(slots=True)
+class NotBegun:
+    """In place of an environment whose ``reset`` failed: the episode ends where it would be answered."""
+
+    failure: ResetFailed
+    role: str | None = None
+
+    def reply(self, turn: Completion) -> Reply:
+        late, why = self.failure.timed_out, str(self.failure)
+        return Reply(
+            ended="timeout" if late else "environment_error", calls=(_failed("timed_out" if late else "raised", why, "reset"),)
+        )
+
+    def reward(self, unheard: Completion | None) -> float | None:
+        if unheard is not None:  # else ``reply`` has said it
+            raise (CallTimedOut if self.failure.timed_out else CallRaised)(str(self.failure))
+        return None
+
+
+def _failed(failure: Any, why: str, called: str = "step") -> ToolCall:
+    return ToolCall(called, {}, shortened(f"error: {why}"), failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +189,8 @@ class Environments:
         return made
 
     def start(self, environment: Any, problem: Problem) -> str | None:
-        """Resets it for an episode of ``problem``; returns what the policy is told at the start. Raises TrainingError where that fails."""
+        """Resets it for an episode of ``problem``; returns what the policy is told at the start. Raises ResetFailed where that fails, and
+        TrainingError for what is nothing to be told."""
         row = self.row(problem)
         parameters = inspect.signature(environment.reset).parameters
         if "seed" in parameters:
@@ -174,7 +202,7 @@ class Environments:
             said = call_with_limit(environment.reset, row, self.timeout_s)
         except (CallRaised, CallTimedOut) as failure:
             why = str(failure) or f"no answer within {self.timeout_s:g} seconds"
-            raise TrainingError(
+            raise ResetFailed(
                 f"reset of the environment {type(environment).__name__} failed on problem {problem.id}: {why}"
             ) from failure
         try:
@@ -223,7 +251,14 @@ class Environments:
         return any(p.default is p.empty and p.kind in named and p.name not in ("prompt", "seed") for p in parameters)
 
     def opening(self, problem: Problem) -> tuple[str | None, Sequence[Tool]]:
-        """What ``problem`` begins with, and the tools there: from an instance that plays nothing."""
+        """What ``problem`` begins with, and the tools there: from an instance that plays nothing. Where its ``reset`` fails another one is
+        tried, since without a prompt the run cannot go on. Raises ResetFailed where that fails, too."""
+        try:
+            return self._opening(problem)
+        except ResetFailed:
+            return self._opening(problem)
+
+    def _opening(self, problem: Problem) -> tuple[str | None, Sequence[Tool]]:
         probe = self.make(problem)
         try:
             return self.start(probe, problem), list(self.tools_of(probe).values())

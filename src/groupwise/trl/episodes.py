@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.episodes import Episodes, with_observation
-from groupwise.episodes.environments import Environments, Partner, Reply, ToolUse
+from groupwise.episodes.environments import Environments, Partner, Reply, ResetFailed, ToolUse
 from groupwise.episodes.formats import FORMATS, Asked, CallFormat, Hermes, format_of_template
 from groupwise.episodes.templates import TurnTemplate
 from groupwise.episodes.tools import Tool, Toolbox, as_text, describe
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.models.load import Policy
 from groupwise.rewards.calling import own_copy
 from groupwise.trl.config import ArgumentError, GRPOConfig
@@ -53,6 +53,13 @@ class Pool(Environments):
         made = self.idle[name].pop(0) if self.idle[name] else super().make(problem)
         self.lent.append((name, made))
         return made
+
+    def start(self, environment: Any, problem: Problem) -> str | None:
+        """See ``Environments.start``. One that cannot be reset ends the training, as in TRL."""
+        try:
+            return super().start(environment, problem)
+        except ResetFailed as failure:
+            raise TrainingError(str(failure)) from failure
 
     def take_back(self) -> None:
         """All instances may be handed out again."""
@@ -146,6 +153,9 @@ class ScriptEpisodes(Episodes):
         said, tools = self.environments.opening(problem)
         question = problem.question if said is None else with_observation(problem.question, said)
         return question, [*self.tools.values(), *tools]
+
+    def let_go(self, partner: Partner) -> None:
+        """Nothing: the next generation plays with the same environments."""
 
     def are_over(self, partners: Sequence[Partner]) -> None:
         """See ``Episodes.are_over``: they were lent in the order in which first turns ended."""
