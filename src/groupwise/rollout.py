@@ -11,10 +11,11 @@ from groupwise.config.schema import RolloutConfig
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.distributed import World
 from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.engines.builtin.draw import seed_key
 from groupwise.engines.wrappers import check_same, sampling_costs
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.rewards.functions import is_well_formed
-from groupwise.rewards.suite import RewardFailure, RewardSuite
+from groupwise.rewards.suite import RewardFailure, RewardSuite, Scoring
 from groupwise.types import Completion, Group, Problem, Prompt
 
 __all__ = ["Rollout", "Sampled", "assign_prompts", "collect", "rollout_scope", "rollout_settings", "score"]
@@ -39,7 +40,7 @@ class Rollout:
     replaced: tuple[Group, ...] = ()
     """Groups that were sampled for this step too, and gave way to others that have variance."""
     scoring_metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Metrics of the scoring itself: failed calls, clipping, running statistics."""
+    """Metrics of the scoring itself: failed calls, clipping, running statistics, right answers."""
 
     @property
     def informative(self) -> int:
@@ -63,7 +64,6 @@ class Rollout:
         groups = [*self.groups, *self.replaced]
         completions = [c for group in groups for c in group.completions]
         lengths = [len(c.token_ids) for c in completions]
-        verdicts = [grade(c.answer, g.prompt.problem.accepted, style).strict for g in groups for c in g.completions]
         metrics: dict[str, Metric] = {
             "reward/mean": Mean.of(r for g in groups for r in g.rewards),
             "reward/std": Mean.of(statistics.stdev(g.rewards) for g in groups),
@@ -73,7 +73,6 @@ class Rollout:
             "completions/tokens_max": Max(max(lengths, default=0)),
             "completions/truncated": Mean.of(not c.stopped for c in completions),
             "completions/stop_rate": Mean.of(c.stopped for c in completions),
-            "accuracy/strict": Mean.of(strict for strict in verdicts if strict is not None),
             "time/sample_s": Sum(self.sampling_s),
             "time/score_s": Sum(self.scoring_s),
             "speed/sampled_tokens_per_s": Mean(sum(c.sampled_tokens for c in completions), self.sampling_s),
@@ -142,7 +141,8 @@ def collect(
         scope=rollout_scope(step, refill),
         on_progress=on_progress,
     )
-    return score(prompts, Sampled(list(zip(own, sampled, strict=True)), time.perf_counter() - started), rewards, world, refill)
+    own_share = Sampled(list(zip(own, sampled, strict=True)), time.perf_counter() - started)
+    return score(prompts, own_share, rewards, world, seed=seed, step=step, refill=refill)
 
 
 def assign_prompts(prompts: Sequence[Prompt], config: RolloutConfig, world: World) -> list[int]:
@@ -156,15 +156,27 @@ def rollout_scope(step: int, refill: int = 0) -> str:
     return f"rollout/step={step}" + (f"/refill={refill}" if refill else "")
 
 
-def score(prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, world: World, refill: int = 0) -> Rollout:
-    """The whole step, scored, from what each process sampled of it. ``refill`` as for ``collect``.
+def score(
+    prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, world: World, *, seed: int, step: int, refill: int = 0
+) -> Rollout:
+    """The whole step, scored, from what each process sampled of it. ``seed``, ``step`` and ``refill`` as for ``collect``: what reward
+    functions draw at random follows from them and the group, whichever process calls them.
 
     Raises RewardError where a reward function fails and the config says to stop.
     """
+    scope = f"rewards/{rollout_scope(step, refill)}"
+
+    def scored(pairs: Pairs) -> Scoring:
+        batch = [(prompts[i], completions) for i, completions in pairs]
+        seeds = [seed_key(seed, scope, prompt.problem.id, 0, prompt.occurrence) for prompt, _ in batch]
+        scoring = rewards.score_all(batch, more=refill > 0, seeds=seeds)
+        # Graded here, where each process has only its share: math-verify may take long, and its budget is a process's.
+        return replace(scoring, metrics=scoring.metrics | _accuracy(scoring.groups, rewards.answer_style))
+
     if world.size > 1:
-        return _exchange(world, prompts, sampled.pairs, rewards, sampled.seconds, refill)
+        return _exchange(world, prompts, sampled, rewards, scored)
     started = time.perf_counter()
-    scoring = rewards.score_all([(prompts[i], completions) for i, completions in sampled.pairs], more=refill > 0)
+    scoring = scored(sampled.pairs)
     return Rollout(
         scoring.groups,
         scoring.failures,
@@ -174,24 +186,29 @@ def score(prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, wor
     )
 
 
+def _accuracy(groups: Sequence[Group], style: AnswerStyle) -> dict[str, Metric]:
+    verdicts = [grade(c.answer, g.prompt.problem.accepted, style).strict for g in groups for c in g.completions]
+    return {"accuracy/strict": Mean.of(strict for strict in verdicts if strict is not None)}
+
+
 Pairs = list[tuple[int, tuple[Completion, ...]]]
 """Places in the step's prompts, which all processes have and which therefore do not travel, and the completions of each."""
 
 
 def _exchange(
-    world: World, prompts: Sequence[Prompt], pairs: Pairs, rewards: RewardSuite, sampling_s: float, refill: int
+    world: World, prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, scored: Callable[[Pairs], Scoring]
 ) -> Rollout:
     """The whole step, from what each process sampled; each scores its own, unless the rewards look beyond single groups."""
     started = time.perf_counter()
     if rewards.by_one:
-        everything = sorted((pair for part in world.all_gather_object(pairs) for pair in part), key=lambda pair: pair[0])
-        scored = world.on_rank0(lambda: (_score(prompts, everything, rewards, refill), rewards.state_dict()))
+        everything = sorted((pair for part in world.all_gather_object(sampled.pairs) for pair in part), key=lambda pair: pair[0])
+        by_first = world.on_rank0(lambda: (_without_prompts(prompts, everything, scored(everything)), rewards.state_dict()))
         if not world.is_first:  # whose own statistics also know what this step is divided by
-            rewards.load_state_dict(scored[1])
-        parts = [scored[0]]
+            rewards.load_state_dict(by_first[1])
+        parts = [by_first[0]]
     else:
-        parts = world.all_gather_object(_score(prompts, pairs, rewards, refill))
-    times = world.all_gather_object((sampling_s, time.perf_counter() - started))
+        parts = world.all_gather_object(_without_prompts(prompts, sampled.pairs, scored(sampled.pairs)))
+    times = world.all_gather_object((sampled.seconds, time.perf_counter() - started))
     rows = sorted((row for part in parts for row in part[0]), key=lambda row: row[0])
     return Rollout(
         [replace(group, prompt=prompts[index]) for index, group in rows],
@@ -205,11 +222,10 @@ def _exchange(
 _NO_PROMPT = Prompt(Problem("", "", ""), "", ())
 
 
-def _score(
-    prompts: Sequence[Prompt], pairs: Pairs, rewards: RewardSuite, refill: int
+def _without_prompts(
+    prompts: Sequence[Prompt], pairs: Pairs, scoring: Scoring
 ) -> tuple[list[tuple[int, Group]], list[RewardFailure], dict[str, Metric]]:
-    """What a scoring comes to: places and groups, which leave their prompts behind; failures; metrics."""
-    scoring = rewards.score_all([(prompts[i], completions) for i, completions in pairs], more=refill > 0)
+    """What travels of a scoring: places and groups, which leave their prompts behind; failures; metrics."""
     places, rows = iter(pairs), []
     for group in scoring.groups:  # in the order of ``pairs``, without those that failed
         index = next(i for i, _ in places if prompts[i] is group.prompt)

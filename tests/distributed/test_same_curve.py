@@ -5,11 +5,13 @@ The processes are threads here, which exchange through pickles what processes ex
 
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from groupwise import rollout
 from groupwise.distributed import World
 from groupwise.distributed import world as world_module
 from groupwise.distributed.failures import LostTouch
@@ -78,6 +80,20 @@ def test_two_processes_are_one(train_in, small_config, variant):
     one = train_in(1, "one", config)
     assert any(step.metrics.get("optimizer/grad_norm", 0) > 0 for step in one[0]), "something was learnt"
     assert_same_run(one, train_in(2, "two", config))
+
+
+def test_each_answer_of_a_step_is_graded_by_one_process(train_in, small_config, monkeypatch):
+    """Not all by all: math-verify may take seconds for each."""
+    graded, grade = [], rollout.grade
+
+    def note(*asked):
+        graded.append(threading.current_thread().name)
+        return grade(*asked)
+
+    monkeypatch.setattr(rollout, "grade", note)
+    train_in(2, "two", small_config())
+    assert Counter(graded).keys() == {"process 0 of 2", "process 1 of 2"}
+    assert len(graded) == 2 * 3 * 4, "two steps of 3 prompts with 4 completions"
 
 
 @pytest.mark.slow

@@ -6,18 +6,22 @@ import asyncio
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.data.algebra import BUDGET_S
+from groupwise.distributed import World
 from groupwise.errors import RewardError
 from groupwise.metrics import values
 from groupwise.rewards import RewardSuite, calling, sandbox
 from groupwise.rewards.calling import Background
 from groupwise.rewards.processes import _Worker
+from groupwise.rollout import Sampled, score
 from groupwise.training.seeds import seed_generators
+from groupwise.types import number_occurrences
 from tests.waiting import comes
 
 from .conftest import make_completions, make_prompt
@@ -107,6 +111,28 @@ def test_what_it_draws_follows_from_the_run_s_seed_and_the_step(reward_file, iso
     assert len(set(first)) == len(first) == 6
     assert drawn(3, 5, processes=1) == first
     assert not set(first) & {*drawn(3, 6, processes=2), *drawn(4, 5, processes=1)}
+
+
+@pytest.mark.parametrize("isolate", [False, "process"])
+def test_what_a_group_draws_does_not_depend_on_who_scores_which(reward_file, isolate):
+    """Each process of a run scores its share: shares that draw the same numbers would be noise of fewer groups than there are."""
+    entry = RewardFunctionConfig(function=f"{reward_file(CHANCE)}:chance", isolate=isolate)
+    prompts = [replace(make_prompt(), problem=replace(make_prompt().problem, id=name)) for name in "pqrs"]
+    prompts = number_occurrences([*prompts, prompts[0]])
+    suite = RewardSuite.from_config(RewardsConfig(functions=[entry]), "xml")
+
+    def drawn(*places, seed=7, step=2, refill=0):
+        share = Sampled([(place, tuple(make_completions("a", "b"))) for place in places], 0.0)
+        return [group.rewards for group in score(prompts, share, suite, World(), seed=seed, step=step, refill=refill).groups]
+
+    try:
+        whole = drawn(0, 1, 2, 3, 4)
+        assert len({number for numbers in whole for number in numbers}) == 10
+        assert [*drawn(0, 2), *drawn(1, 3, 4)] == [whole[place] for place in (0, 2, 1, 3, 4)]
+        others = [*drawn(0, seed=8), *drawn(0, step=3), *drawn(0, refill=1)]
+        assert len({*others, whole[0]}) == 4
+    finally:
+        suite.close()
 
 
 def step(suite, *texts):

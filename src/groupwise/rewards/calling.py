@@ -160,16 +160,24 @@ class RewardCaller:
         self.concurrent_calls, self.processes = concurrent_calls, processes
 
     @contextmanager
-    def begin(self, calls: Sequence[Call], batch: Batch, decode: Decode | None) -> Generator[tuple[Ask, Callable[[int], None]]]:
+    def begin(
+        self, calls: Sequence[Call], batch: Batch, decode: Decode | None, seeds: Sequence[int] = ()
+    ) -> Generator[tuple[Ask, Callable[[int], None]]]:
         """Start the async and isolated calls. Yields two functions of a call's index: ``ask`` returns its answers, and makes a plain
         call only then; ``forget`` cancels it if it has not begun. Leaving the block cancels all that have not begun.
+
+        ``seeds``: one for each group, from which those of isolated calls are drawn; without them, from this process's generator.
         """
         started: dict[int, Future[object]] = {}
-        # From this process's generator, which a step seeds, and in the order of calls, whichever process makes one.
-        seeds = {index: random.getrandbits(56) for index, call in enumerate(calls) if call.reward.isolate}
+        generators = [random.Random(f"isolated/{seed}") for seed in seeds]
+        own_seeds: dict[int, int] = {}  # in the order of calls, whichever process makes one
+        for index, call in enumerate(calls):
+            if call.reward.isolate:
+                draw = generators[call.groups[0]].getrandbits if generators else random.getrandbits
+                own_seeds[index] = draw(56)
 
         def invoke(index: int) -> object:
-            return self._invoke(calls[index], self.arguments.keywords(calls[index], batch), seeds.get(index))
+            return self._invoke(calls[index], self.arguments.keywords(calls[index], batch), own_seeds.get(index))
 
         def ask(index: int) -> Answers:
             result = started[index].result if index in started else lambda: invoke(index)

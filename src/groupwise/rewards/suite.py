@@ -20,6 +20,7 @@ from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
 from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, is_async, plan_calls, require_columns
 from groupwise.rewards.load import LoadedReward, OpenModel, RewardFunction, layers, load_reward
+from groupwise.rewards.process_worker import seed_generators
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.scores import (
     BadResult,
@@ -226,12 +227,15 @@ class RewardSuite:
         pairs: Iterable[tuple[Prompt, Sequence[Completion]]],
         on_progress: Callable[[int], None] | None = None,
         more: bool = False,
+        seeds: Sequence[int] = (),
     ) -> Scoring:
         """Score a step's groups, and take their scores into the running statistics. ``on_progress(groups_done)`` is called after each.
 
         ``more``: of the step that was scored last. They are divided by what its other groups were divided by.
+        ``seeds``: one for each group. The generators of Python, numpy and torch are seeded with it before the group's functions are
+        called, so that what they draw depends on no other group. Async functions, which run side by side, draw in no fixed order.
         """
-        scored, metrics = self._score(list(pairs), learn=True, more=more, on_progress=on_progress)
+        scored, metrics = self._score(list(pairs), learn=True, more=more, on_progress=on_progress, seeds=seeds)
         groups = [one for one in scored if isinstance(one, Group)]
         return Scoring(groups, [one for one in scored if isinstance(one, RewardFailure)], metrics)
 
@@ -271,14 +275,14 @@ class RewardSuite:
     # --- scoring -----------------------------------------------------------------------------------------------------
 
     def _score(
-        self, batch: Batch, learn: bool, more: bool, on_progress: Callable[[int], None] | None
+        self, batch: Batch, learn: bool, more: bool, on_progress: Callable[[int], None] | None, seeds: Sequence[int] = ()
     ) -> tuple[list[Group | RewardFailure], dict[str, Metric]]:
         for prompt, completions in batch:
             if not completions:
                 raise RewardError(f"problem {prompt.problem.id!r} has no completions to score: sample at least one")
         renew_budget()
         unchecked = sum(latex_failures().values())
-        components, failures, metrics = self._call_all(batch, on_progress)
+        components, failures, metrics = self._call_all(batch, on_progress, seeds)
         metrics["answers/unchecked"] = Sum(sum(latex_failures().values()) - unchecked)
         sound = [g for g in range(len(batch)) if g not in failures]
         for reward in self.rewards:
@@ -343,7 +347,7 @@ class RewardSuite:
         return {f"{key}_{name}": value for name, one in self.models.items() for key, value in one.take_metrics().items()}
 
     def _call_all(
-        self, batch: Batch, on_progress: Callable[[int], None] | None
+        self, batch: Batch, on_progress: Callable[[int], None] | None, seeds: Sequence[int]
     ) -> tuple[list[dict[str, list[Score]]], dict[int, RewardFailure], dict[str, Metric]]:
         """Every function's scores of every group; for groups with a failure the first one, and counts of what went wrong."""
         components: list[dict[str, list[Score]]] = [
@@ -353,7 +357,10 @@ class RewardSuite:
         failed: Counter[str] = Counter()
         killed_before = self._processes.killed.copy()
         calls, done = list(plan_calls(self.rewards, batch, failures)), 0
-        with self._caller.begin(calls, batch, self.decode) as (ask, forget):
+        seeded = 0
+        if seeds:
+            seed_generators(seeds[0])  # before async functions begin, and those of the whole batch
+        with self._caller.begin(calls, batch, self.decode, seeds) as (ask, forget):
             for index, call in enumerate(calls):
                 if on_progress is not None and call.reward.scope != "batch" and call.groups[0] > done:
                     done = call.groups[0]
@@ -361,6 +368,9 @@ class RewardSuite:
                 if all(g in failures for g in call.groups):
                     forget(index)
                     continue
+                if seeds and call.reward.scope != "batch" and call.groups[0] != seeded:
+                    seeded = call.groups[0]
+                    seed_generators(seeds[seeded])
                 answers = ask(index)
                 failed[call.reward.name] += any(isinstance(answer, BadResult) for answer in answers)
                 for (g, m), answer in zip(call.targets, answers, strict=True):

@@ -76,7 +76,7 @@ class Batches:
         if ready is None:
             rollout = self._collect(engine, prompts, step, 0, on_progress)
         else:
-            rollout = score(prompts, ready[1], self.prepared.rewards, self.world)
+            rollout = score(prompts, ready[1], self.prepared.rewards, self.world, seed=self.config.training.seed, step=step)
         for refill in range(1, self.config.rollout.refill_rounds + 1):
             missing = size - rollout.informative
             if missing <= 0:

@@ -14,8 +14,8 @@ __all__ = ["seed_generators", "seed_noise"]
 
 
 def seed_generators(seed: int, step: int) -> None:
-    """Seed the generators of Python, numpy and torch for one step: a reward function that draws from them repeats its numbers. Calls of
-    isolated ones are seeded from Python's (``rewards/calling.py``)."""
+    """Seed the generators of Python, numpy and torch for one step: tools and environments that draw from them repeat their numbers, as
+    far as calls side by side can. For reward functions the suite seeds them by group (``rewards/suite.py``)."""
     number = _number(f"step/{seed}/{step}")
     random.seed(number)
     np.random.seed(number % 2**32)
