@@ -346,6 +346,17 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tiny_folder, load_tiny,
     assert rows[0] == rows[1]
 
 
+def test_a_generation_that_is_sampled_again_is_counted_once(load_tiny, prompts, letters, settings, tmp_path):
+    """Its checkpoint, in the middle of it, holds no completions, but has counted them."""
+    args = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    whole = GRPOTrainer(load_tiny(), letters, settings(**args), prompts)
+    whole.train()
+    resumed = GRPOTrainer(load_tiny(), letters, settings(**args, output_dir=str(tmp_path / "resumed")), prompts)
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-3"))
+    assert resumed.state.global_step == 4
+    assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen > 0
+
+
 def test_the_newest_checkpoint_is_found_and_none_is_said(tiny_folder, prompts, letters, settings):
     trainer = GRPOTrainer(str(tiny_folder), letters, settings(save_strategy="steps", save_steps=1), prompts)
     with pytest.raises(CheckpointError, match="leave it out"):

@@ -48,6 +48,11 @@ class Stretch:
     """Which of the generation's micro-steps, 0 to ``steps_per_generation`` - 1."""
     first_pass: bool
 
+    @property
+    def begins_generation(self) -> bool:
+        """Whether nothing was learnt from the generation before."""
+        return self.first_pass and self.micro_steps[0] == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

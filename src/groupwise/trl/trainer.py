@@ -56,6 +56,7 @@ from groupwise.trl.steps import (
     EntropyControl,
     Part,
     Schedule,
+    Stretch,
     epoch_order,
     micro_step_numbers,
     prompts_needed,
@@ -348,7 +349,7 @@ class GRPOTrainer(Outputs):
         self.control = self._event("on_step_begin")
         stretches = self.schedule.step(update)
         micro_steps = sum(len(s.micro_steps) for s in stretches)
-        parts = [(self._generation_of(epoch, s.generation).parts[s.micro_steps], s.first_pass) for s in stretches]
+        parts = [(self._generation_of(epoch, s).parts[s.micro_steps], s.first_pass) for s in stretches]
         found = self._accumulate(parts, 1 / micro_steps)
         for _ in range(micro_steps - 1):
             self.control = self._event("on_substep_end")
@@ -398,23 +399,28 @@ class GRPOTrainer(Outputs):
         assert found is not None
         return found
 
-    def _generation_of(self, epoch: int, index: int) -> Generation:
-        """The epoch's generation ``index``: sampled when it is first needed, kept until the next."""
+    def _generation_of(self, epoch: int, stretch: Stretch) -> Generation:
+        """The epoch's generation that ``stretch`` is of: sampled when it is first needed, kept until the next. A run that resumes inside
+        it samples it again, as in TRL."""
+        index = stretch.generation
         if self._generation is None or self._generation[0] != (epoch, index):
             size = self.schedule.prompts_per_generation
             order = epoch_order(len(self.train_prompts), self.args.seed, self.train_prompts.shuffles, epoch)
             prompts = [self.train_prompts[i] for i in order[index * size : (index + 1) * size]]
             number = epoch * self.schedule.generations + index
-            generation = self._generate(prompts, self.args.num_generations, f"rollout/generation={number}", self._numbers)
+            scope, again = f"rollout/generation={number}", not stretch.begins_generation
+            generation = self._generate(prompts, self.args.num_generations, scope, self._numbers, again)
             self._prepare(generation, index, number)
             self._generation = ((epoch, index), generation)
         return self._generation[1]
 
-    def _generate(self, prompts: Sequence[Prompt], size: int, scope: str, numbers: dict[str, list[float]]) -> Generation:
+    def _generate(
+        self, prompts: Sequence[Prompt], size: int, scope: str, numbers: dict[str, list[float]], again: bool = False
+    ) -> Generation:
         """Sample ``size`` completions of each prompt and score them; what is to be logged of it goes into ``numbers``.
 
         Each process scores its share of the completions in one call, as in TRL the ones that follow those of the process before it; where
-        there are environments, those that it has.
+        there are environments, those that it has. ``again``: its tokens were counted before.
         """
         args, world = self.args, self.world
         extra_columns, logged = defaultdict[str, list[object]](list), defaultdict[str, list[float]](list)
@@ -453,8 +459,9 @@ class GRPOTrainer(Outputs):
         }
         extra = _joined(world.all_gather_object(columns))
         if numbers is self._numbers:
-            tokens = sum(len(g.prompt.token_ids) + c.sampled_tokens for g in generation.groups for c in g.completions)
-            self.state.num_input_tokens_seen += tokens
+            if not again:
+                tokens = sum(len(g.prompt.token_ids) + c.sampled_tokens for g in generation.groups for c in g.completions)
+                self.state.num_input_tokens_seen += tokens
             self.completion_log.keep(generation, self.rewards.names, extra)
         numbers["num_tokens"] = [self.state.num_input_tokens_seen]
         return generation
