@@ -392,9 +392,8 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_who_hung_up_and_asks_again_takes_the_answer(tokenizer, agent, tmp_path, monkeypatch):
-    """As clients do whose own time limit is shorter than a batch: the same request is not a new one."""
-    program = """
+HANGS_UP = TWO_TURNS.replace(
+    "answer = ask()", """
 import socket
 from urllib.parse import urlsplit
 where = urlsplit(os.environ["OPENAI_BASE_URL"])
@@ -403,11 +402,19 @@ with socket.create_connection((where.hostname, where.port)) as early:
     early.sendall(b"POST /v1/chat/completions HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nContent-Type: application/json\\r\\nAuthorization: Bearer "
                   + os.environ["OPENAI_API_KEY"].encode() + b"\\r\\nContent-Length: " + str(len(body)).encode() + b"\\r\\n\\r\\n" + body)
     import time
-    while not os.path.exists("{heard}"):
+    while not os.path.exists("{folder}/heard"):
         time.sleep(0.01)
-"""
-    program = program.strip().replace("{heard}", str(tmp_path / "heard"))
-    before_the_second = TWO_TURNS.replace("answer = ask()", program + "\nanswer = ask()")
+open("{folder}/closed", "w").close()
+while not os.path.exists("{folder}/again"):
+    time.sleep(0.01)
+answer = ask()
+""".strip(),
+)  # fmt: skip
+
+
+def test_who_hung_up_and_asks_again_takes_the_answer(tokenizer, agent, tmp_path, monkeypatch):
+    """As clients do whose own time limit is shorter than a batch: the same request is not a new one."""
+    (tmp_path / "again").touch()
     engine = says(tokenizer, "First.", "Second!")
     served, asked, serve, begin = [], [], engine.serve, agents._Program.begin
 
@@ -425,8 +432,42 @@ with socket.create_connection((where.hostname, where.port)) as early:
 
     engine.serve = serve_late
     monkeypatch.setattr(agents._Program, "begin", begin_and_note)
-    ((completion,),), _ = played(engine, tokenizer, agent(before_the_second))
+    ((completion,),), _ = played(engine, tokenizer, agent(HANGS_UP.replace("{folder}", str(tmp_path))))
     assert (completion.finish_reason, completion.reward) == ("stop", 7.0)
+
+
+@pytest.mark.parametrize("rewritten_history", ["refuse", "fork"])
+def test_who_hung_up_is_told_the_answer_that_came_meanwhile(tokenizer, agent, tmp_path, monkeypatch, rewritten_history):
+    """Asked again just after it, the same is no new turn."""
+    engine = says(tokenizer, "First.", "Second!", "Third.")
+    served, asked, told, serve = [], [], [], engine.serve
+    begin, answer = agents._Program.begin, agents._Program.answer
+
+    def serve_late(request, on_progress=None):
+        served.append(request)
+        assert len(served) == 1 or comes((tmp_path / "closed").exists)
+        return serve(request, on_progress)
+
+    def begin_and_note(one, body):
+        exchange = begin(one, body)
+        asked.append(body)
+        if len(asked) == 3:  # for the prompt, the first turn and the second
+            (tmp_path / "heard").touch()
+        return exchange
+
+    def answer_and_note(one, *turn):
+        told.append(answer(one, *turn))
+        if len(told) == 2:
+            (tmp_path / "again").touch()
+        return told[-1]
+
+    engine.serve = serve_late
+    monkeypatch.setattr(agents._Program, "begin", begin_and_note)
+    monkeypatch.setattr(agents._Program, "answer", answer_and_note)
+    program = agent(HANGS_UP.replace("{folder}", str(tmp_path)))
+    ((completion,),), _ = played(engine, tokenizer, program, rewritten_history=rewritten_history)
+    assert (completion.finish_reason, completion.reward) == ("stop", 7.0)
+    assert ([turn.rewritten for turn in completion.turns], len(asked), len(served)) == ([False] * 3, 4, 2)
 
 
 SIDE_BY_SIDE = """

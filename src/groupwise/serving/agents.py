@@ -294,6 +294,8 @@ class _Program:
         """The end of its output, and of its errors."""
         self._news: queue.SimpleQueue[_Question | int] = queue.SimpleQueue()
         self._waiting: list[_Question] = []
+        self._unheard: tuple[Ask, Sequence[int], Completion] | None = None
+        """The last answer, as ``_fill`` takes it, where nobody waited for it any more."""
         self._refusal: Refused | None = None
         self._lock = threading.Lock()
         row = {**problem.columns, "prompt": problem.question, "answer": problem.answer}
@@ -312,9 +314,13 @@ class _Program:
         assert isinstance(body, dict)
         self.agents.check(ask, body)
         with self._lock:
+            exchange = self._exchange(ask)
+            if self._unheard is not None and _is_same(self._unheard[0], ask):  # the answer is told again, and nothing new asked
+                self._fill(exchange, *self._unheard[1:])
+                self._unheard = None
+                return exchange
             if self._refusal is not None:
                 raise self._refusal
-            exchange = self._exchange(ask)
             self._waiting = [question for question in self._waiting if not question.is_settled]
             for question in self._waiting:
                 if _is_same(question.ask, ask) and not question.exchange.is_awaited:
@@ -336,15 +342,20 @@ class _Program:
 
     def answer(self, question: _Question, before: Sequence[int], turn: Completion) -> Mapping[str, Any]:
         """Have it read a turn of the policy, behind so many tokens; returns the message as it was told."""
-        pieces = pieces_of(self.agents.template.tokenizer, turn.token_ids) if question.ask.logprobs else []
         with self._lock:
             question.is_settled = True
-            (choice,) = question.exchange.choices
-            choice.prompt_ids, choice.token_ids, choice.logprobs = tuple(before), list(turn.token_ids), list(turn.logprobs)
-            choice.text, choice.pieces = turn.text, pieces
-            choice.finish_reason = "stop" if turn.stopped else "length"
-            message: Mapping[str, Any] = question.exchange.answer.whole()["choices"][0]["message"]
-            choice.on_news()
+            self._unheard = None if question.exchange.is_awaited else (question.ask, before, turn)
+            return self._fill(question.exchange, before, turn)
+
+    def _fill(self, exchange: _Exchange, before: Sequence[int], turn: Completion) -> Mapping[str, Any]:
+        """Have who waits there read ``turn``; returns the message."""
+        (choice,) = exchange.choices
+        choice.prompt_ids, choice.token_ids, choice.logprobs = tuple(before), list(turn.token_ids), list(turn.logprobs)
+        choice.text = turn.text
+        choice.pieces = pieces_of(self.agents.template.tokenizer, turn.token_ids) if exchange.ask.logprobs else []
+        choice.finish_reason = "stop" if turn.stopped else "length"
+        message: Mapping[str, Any] = exchange.answer.whole()["choices"][0]["message"]
+        choice.on_news()
         return message
 
     def refuse(self, question: _Question | None, refused: Refused, ever: bool = False) -> None:
