@@ -165,6 +165,17 @@ def test_an_agent_s_own_tools_are_described_and_their_results_are_context(tokeni
     assert (completion.finish_reason, completion.answer, completion.reward) == ("stop", "It is 5.", None)
 
 
+@pytest.mark.parametrize(("order", "name"), [("calls[::-1]", 'call["id"]'), ("calls", "None"), ("calls", '"f"'), ("calls", 'calls[0]["id"]')])
+def test_results_of_several_calls_are_told_apart_by_their_ids(tokenizer, agent, order, name):
+    """Tools that run side by side end in any order. What names no call, or one twice, goes by place."""
+    engine = says(tokenizer, "<call>add(2, 3)</call><call>add(1, 1)</call>", "It is 5.")
+    program = TOOLS.replace("for call in calls:", f"for call in {order}:").replace('tool_call_id=call["id"]', f"tool_call_id={name}")
+    ((completion,),), _ = played(engine, tokenizer, agent(program))
+    assert completion.finish_reason == "stop"
+    assert sorted((c.arguments["a"], c.arguments["b"], c.result) for c in completion.calls) == [(1, 1, "2"), (2, 3, "5")]
+    assert [turn.text for turn in completion.turns if turn.role == "tool"] == ["2\n5" if order != "calls" else "5\n2"]
+
+
 def test_a_stream_log_probabilities_and_usage_are_those_of_the_turn(tokenizer, agent, tmp_path):
     program = f"""
 one = ask(logprobs=True, temperature=0.2, max_tokens=3, seed=5)

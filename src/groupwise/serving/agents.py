@@ -459,8 +459,6 @@ class _Play:
         self._ids = prompt.token_ids
         self._known: list[Mapping[str, Any]] = []
         """The conversation as the program must repeat it."""
-        self._asked: list[tuple[str, Any]] = []
-        """Calls of the last turn, by name with arguments."""
 
     def reply(self, turn: Completion) -> Reply:
         """See ``Partner.reply``. Raises TrainingError where the program begins otherwise than the prompt says."""
@@ -503,7 +501,6 @@ class _Play:
         assert self._question is not None
         message = self._program.answer(self._question, self._ids, turn)
         self._known = [*self._question.ask.messages, _heard(message)]
-        self._asked = _calls(self._known[-1])
         self._ids = (*self._ids, *turn.token_ids)
 
     def _hear(self) -> Reply:
@@ -529,7 +526,7 @@ class _Play:
             )
             self._program.refuse(news, Refused(why, "messages"))
             raise _Failed("new_conversation", why)
-        results = [one["content"] for one in new if one["role"] == "tool"]
+        results = [one for one in new if one["role"] == "tool"]
         self.role = self.agents.template.role if new and len(results) == len(new) else "user"
         try:
             template, problem = self.agents.template, self.prompt.problem
@@ -539,8 +536,7 @@ class _Play:
             raise _Failed("environment_error", str(error)) from error
         self._ids = given if elsewhere else (*self._ids, *given)
         answered = own and _as_shown(now[own - 1]) == _as_shown(known[-1])
-        pairs = zip(self._asked, results, strict=False) if answered else ()
-        calls = tuple(ToolCall(name, arguments, text) for (name, arguments), text in pairs)
+        calls = _with_results(now[own - 1], results) if answered else ()
         return Reply(tuple(one["content"] for one in new), calls=calls, given_ids=given, rewritten=elsewhere)
 
     def _wind_down(self) -> int | None:
@@ -579,6 +575,16 @@ def _heard(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+
+
+def _with_results(asked: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls of a request's last turn that have results: by the ids that it gives both, or by place where those do not say it."""
+    calls = _calls(asked)
+    places = {call["id"]: place for place, call in enumerate(asked.get("tool_calls", ())) if call["id"]}
+    named = [places[name] for one in results if (name := one.get("tool_call_id")) in places]
+    if len(places) < len(calls) or len(set(named)) < len(results):
+        named = list(range(min(len(calls), len(results))))
+    return tuple(ToolCall(*calls[place], one["content"]) for place, one in zip(named, results, strict=False))
 
 
 def _as_shown(message: Mapping[str, Any]) -> tuple[str, str, list[tuple[str, Any]]]:
