@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import signal
@@ -12,6 +13,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -394,6 +396,41 @@ def test_nothing_that_a_program_started_outlives_its_call(tokenizer, agent, tmp_
     pids = (tmp_path / "child").read_text().split()
     assert len(pids) == 2  # that of the prompt, and that of the episode
     assert comes(lambda: not any(_runs(int(pid)) for pid in pids))
+
+
+def test_what_a_program_leaves_behind_cannot_print_for_ever(tokenizer, agent):
+    program = 'import subprocess\nask()\nsubprocess.Popen(["yes"])\n'
+    ((completion,),), _ = played(says(tokenizer, "a"), tokenizer, agent(program))
+    assert (completion.finish_reason, completion.reward) == ("stop", None)
+
+
+def test_a_program_whose_output_cannot_be_read_is_ended_and_says_why(tokenizer, agent, monkeypatch):
+    def fails():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(agents, "selectors", SimpleNamespace(DefaultSelector=fails))
+    with pytest.raises(TrainingError, match=r"it ended with exit status -9 before it asked: what .* cannot be read .*Too many open files"):
+        played(says(tokenizer, "a"), tokenizer, agent("import time\ntime.sleep(600)\n"))
+
+
+FILES = """
+import logging, resource, sys
+from groupwise.config.schema import Config
+from groupwise.serving.agents import open_agents
+logging.basicConfig(format="%(message)s", level=logging.WARNING)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+open_agents(Config(rollout={"environment": {"command": "a"}, "prompts_per_step": 32}), None, None, [])
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(("hard", "soft"), [(4096, 1792), (1000, 1000)])
+def test_as_many_files_may_be_open_as_the_programs_of_a_step_need(hard, soft):
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, "-c", FILES, str(hard)]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    assert done.stdout.split() == [str(soft)], done.stderr
+    assert ("256 agents at once may need 1792 open files, but this process may have 1000" in done.stderr) == (soft < 1792)
 
 
 def _runs(pid: int) -> bool:

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import queue
+import resource
 import secrets
 import selectors
 import signal
@@ -57,6 +58,9 @@ START_S = 60.0
 KEPT_BYTES = 2**16
 """The end of what a program prints."""
 _TOLD_LINES, _TOLD_CHARACTERS = 5, 1000
+_FILES_EACH, _OTHER_FILES = 6, 256
+"""Open files that a program which runs takes here (two pipes, what waits for them, and connections, mostly one), and those that all else
+takes."""
 _CONNECTIONS = 4096
 _PASSED = (
     "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED",
@@ -69,7 +73,26 @@ def open_agents(config: Config, template: TurnTemplate, form: CallFormat, end_to
     """The programs of ``rollout.environment: {command: ...}``."""
     command = config.rollout.command
     assert command is not None
+    _allow_files(max(config.completions_per_step, (config.evaluation.problems or 0) * config.evaluation.samples))
     return AgentPrograms(command, config.model.name, config.rollout, config.prompt, template, form, end_token_ids)
+
+
+def _allow_files(programs: int) -> None:
+    """Raise the limit of open files as far as so many programs at once need it. No further: there are programs that close all that they
+    might have open, one by one."""
+    wanted = _FILES_EACH * programs + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with suppress(OSError, ValueError):  # macOS has a limit beside these
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if (left := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < wanted:
+        logger.warning(
+            "%d agents at once may need %d open files, but this process may have %d: raise the limit before the run (`ulimit -n %d`), or lower "
+            "rollout.prompts_per_step and evaluation.problems",
+            programs, wanted, left, wanted,
+        )  # fmt: skip
 
 
 class _Failed(Exception):
@@ -415,9 +438,23 @@ class _Program:
     def _watch(self) -> None:
         """Keep the end of what it prints; when it has ended, so must what it started."""
         pipes = {self._process.stdout: self.printed, self._process.stderr: self.complained}
+        try:
+            self._read(pipes)
+        except OSError as error:  # as where no more files may be open; that it ended must be told all the same
+            self.complained.extend(f"\nwhat it prints cannot be read ({in_one_line(error)})".encode())
+            self.close()
+        status = self._process.wait()
+        with self._lock:
+            self._kill()
+        for pipe in pipes:
+            assert pipe is not None
+            pipe.close()
+        self._news.put(status)
+
+    def _read(self, pipes: Mapping[Any, bytearray]) -> None:
+        """Until it has ended, or closed them."""
         with selectors.DefaultSelector() as selector:
             for pipe, kept in pipes.items():
-                assert pipe is not None
                 os.set_blocking(pipe.fileno(), False)
                 selector.register(pipe, selectors.EVENT_READ, kept)
             ended = False
@@ -432,17 +469,13 @@ class _Program:
                     if not data:
                         selector.unregister(key.fileobj)
                 ended = ended or self._has_ended()
-        status = self._process.wait()
-        with self._lock:
-            self._kill()
-        for pipe in pipes:
-            assert pipe is not None
-            pipe.close()
-        self._news.put(status)
 
     def _has_ended(self) -> bool:
+        """If so, what it started is ended, too: it might print for ever."""
         with self._lock:
-            return self._process.poll() is not None
+            if ended := self._process.poll() is not None:
+                self._kill()
+            return ended
 
 
 class _Play:
