@@ -378,6 +378,31 @@ class TestTogether:
         assert len(call(where, asking(n=5))[1]["choices"]) == 5
         assert [len(request.prompts) for request in where.service.engine.requests] == [2, 2, 1]
 
+    def test_requests_that_do_not_fit_together_take_turns(self, serving, monkeypatch):
+        monkeypatch.setattr(sampler, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # all steps take as long
+        monkeypatch.setattr(sampler, "BATCH_TOKENS", 300)
+        where = serving(lambda text: text.split("@")[1] * 20)
+        self.hold_until(where, 2)
+        threads, answers = self.ask_in_threads(where, [asking("@abc@"), asking("@xyz@")])
+        for thread in threads:
+            thread.join()
+        assert [said(answer) for _, answer in answers] == ["abc" * 20, "xyz" * 20]
+        assert all(len(request.prompts) == 1 for request in where.service.engine.requests)
+        assert any(any(request.drawn) for request in where.service.engine.requests), "the first one was broken off"
+
+    def test_who_has_hung_up_takes_no_place_in_the_queue(self, serving, monkeypatch):
+        monkeypatch.setattr(sampler, "MOST_CHOICES", 2)
+        where, go_on = serving("abc"), threading.Event()
+        where.service.engine.breathe = lambda: go_on.wait(LONG_S)
+        first, gone, late = (Choice(name, (1, 2), SamplingSettings(max_tokens=9), (), False, lambda: None) for name in "abc")
+        where.service.sampler.put([first, gone])
+        with pytest.raises(sampler.FullError):
+            where.service.sampler.put([late])
+        gone.wanted = False
+        where.service.sampler.put([late])
+        go_on.set()
+        assert comes(lambda: first.finish_reason == late.finish_reason == "stop")
+
     def test_a_full_queue_is_refused(self, serving, monkeypatch):
         monkeypatch.setattr(sampler, "MOST_CHOICES", 2)
         status, answer = call(serving("abc"), asking(n=3))

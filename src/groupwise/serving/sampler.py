@@ -1,8 +1,9 @@
 """Samples for clients that come and go: what waits is sampled together, by whatever engine, in one thread.
 
 A batch is one request to the engine. Who comes meanwhile joins at a break, once the batch has sampled for as long as its start took, since
-its prompts are computed again then. So nobody waits for the longest answer of others, and breaks cost at most half of the time. An answer
-depends neither on breaks nor on company: its randomness has the name of its request, and goes on behind what was drawn.
+its prompts are computed again then. Who does not fit beside it takes turns with it. So nobody waits for the longest answer of others, and
+breaks cost at most half of the time. An answer depends neither on breaks nor on company: its randomness has the name of its request, and
+goes on behind what was drawn.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ class Sampler:
     def put(self, choices: Sequence[Choice]) -> None:
         """Have them sampled. Raises FullError."""
         with self._changed:
+            self._forget()
             if self._closed or len(self._open) + len(choices) > MOST_CHOICES:
                 raise FullError
             self._open += choices
@@ -141,12 +143,16 @@ class Sampler:
         for choice in self._open:
             self._fail(choice, "the server ends")
 
+    def _forget(self) -> None:
+        """Those that nobody waits for any more."""
+        self._open = [choice for choice in self._open if choice.wanted and choice.finish_reason is None]
+
     def _run(self) -> None:
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has a current device of its own
         while True:
             with self._changed:
-                self._open = [choice for choice in self._open if choice.wanted and choice.finish_reason is None]
+                self._forget()
                 self._changed.wait_for(lambda: self._open or self._closed)
                 if self._closed:
                     return
@@ -199,12 +205,13 @@ class Sampler:
             self._take(choice, completion.token_ids[known:], completion.logprobs[known:])
 
     def _should_break(self, batch: Sequence[Choice]) -> bool:
-        """Whether somebody waits who could be sampled with what is left of ``batch``, or never could."""
+        """Whether somebody waits who has none of ``batch``, and takes turns with it, or whose choice could be sampled with what is left."""
         with self._changed:
             waiting = [choice for choice in self._open if choice not in batch]
         left = [choice for choice in batch if choice.wanted and choice.finish_reason is None]
+        served = {choice.on_news for choice in left}  # choices of one request wait for each other anyway
         return any(
-            not left or _kind(one) != _kind(left[0]) or _positions([*left, one]) <= BATCH_TOKENS for one in waiting if one.wanted
+            one.on_news not in served or _positions([*left, one]) <= BATCH_TOKENS for one in waiting if one.wanted
         )
 
     def _take(self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
