@@ -17,6 +17,7 @@ import pytest
 
 from groupwise import serving as package
 from groupwise.engines import SamplingSettings
+from groupwise.errors import TrainingError
 from groupwise.serving import sampler, server
 from groupwise.serving.answering import Answer
 from groupwise.serving.sampler import Choice
@@ -428,6 +429,24 @@ class TestTogether:
         assert (status, answer["error"]["type"]) == (500, "server_error")
         assert "ZeroDivisionError" in answer["error"]["message"]
         assert said(call(where, asking("good"))[1]) == "fine"
+
+    def test_an_engine_that_fails_whatever_is_asked_ends_the_server(self, serving):
+        where = serving(lambda text: "fine" if "good" in text else 1 / 0)
+        for text in ("bad", "bad", "bad", "worse", "good", "bad", "worse"):  # one prompt alone is not the engine's fault
+            assert call(where, asking(text))[0] == (200 if text == "good" else 500)
+        assert call(where, method="GET", path="/health")[0] == 200
+        assert call(where, asking("worst"))[0] == 500
+        with pytest.raises(TrainingError, match="the sampling thread has ended"):
+            where.wait()
+        assert call(where, method="GET", path="/health") == (503, {"status": "ended"})
+
+    def test_memory_that_runs_out_does_not(self, serving):
+        def fail(text):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+        where = serving(fail)
+        assert [call(where, asking(str(length)))[0] for length in range(5)] == [500] * 5
+        assert call(where, method="GET", path="/health")[0] == 200
 
     def test_a_stream_that_fails_says_so_in_an_event(self, serving):
         where = serving("abcdef")

@@ -19,6 +19,7 @@ import torch
 
 from groupwise.engines.base import Engine, SampleRequest, SamplingSettings
 from groupwise.importing import in_one_line
+from groupwise.memory import ran_out_on_device
 from groupwise.types import Problem, Prompt
 
 __all__ = ["Choice", "FullError", "Sampler", "pieces_of"]
@@ -30,6 +31,9 @@ MOST_CHOICES = 512
 BATCH_TOKENS = 2**16
 """Most positions in one batch: sequences times the longest of them. Bounds the memory of keys and values; a single one is always taken."""
 _LAST_TOKEN_S = 20.0
+_MOST_FAILED = 3
+"""So many prompts in a row that fail without a token say that no other will do: the GPU has an error that stays, perhaps. The same prompt
+counts once, since the fault may be its own, and clients try again."""
 
 
 class FullError(Exception):
@@ -150,6 +154,7 @@ class Sampler:
     def _run(self) -> None:
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has a current device of its own
+        failed: set[tuple[int, ...]] = set()
         while True:
             with self._changed:
                 self._forget()
@@ -159,6 +164,7 @@ class Sampler:
                 batch = self._together(self._open)
                 self._open = [choice for choice in self._open if choice not in batch] + batch
             self._texts = {choice: text for choice, text in self._texts.items() if choice in self._open}
+            before = _tokens(batch)
             try:
                 self._sample(batch)
             except _Break:
@@ -167,6 +173,21 @@ class Sampler:
                 logger.warning("sampling failed: %s", in_one_line(error))
                 for choice in batch:
                     self._fail(choice, f"sampling failed ({in_one_line(error)}): ask for fewer or shorter answers")
+                if not _is_of_memory(error):
+                    failed.add(batch[0].prompt_ids)
+            if _tokens(batch) > before:
+                failed.clear()
+            if len(failed) >= _MOST_FAILED:
+                logger.error("sampling failed for %d prompts in a row: the server ends", len(failed))
+                self._give_up()
+                return
+
+    def _give_up(self) -> None:
+        """No other choice is taken, and those that wait have failed."""
+        with self._changed:
+            self._closed = True
+        for choice in self._open:
+            self._fail(choice, "the server ends")
 
     def _together(self, waiting: Sequence[Choice]) -> list[Choice]:
         """The first of those that wait, and as many like it as fit."""
@@ -259,3 +280,12 @@ def _kind(choice: Choice) -> SamplingSettings:
 
 def _positions(choices: Sequence[Choice]) -> int:
     return len(choices) * max(len(choice.prompt_ids) + choice.settings.max_tokens for choice in choices)
+
+
+def _tokens(choices: Sequence[Choice]) -> int:
+    return sum(len(choice.token_ids) for choice in choices)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether a smaller batch may fit."""
+    return isinstance(error, MemoryError) or ran_out_on_device(error) or "allocate memory" in str(error)
