@@ -37,6 +37,17 @@ def test_a_token_without_a_row_is_refused_before_it_is_looked_up(name, tiny_llam
             ask()
 
 
+@pytest.mark.parametrize("name", ["builtin", "transformers"])
+def test_a_prompt_without_tokens_is_refused(name, tiny_llama):
+    """It would go on from another one's."""
+    engine = make_engine(policy_of(tiny_llama()), RolloutConfig(engine=name))
+    prompts = [Prompt(Problem(which, "?", "1"), "?", ids) for which, ids in (("full", (5, 6)), ("bare", ()))]
+    with pytest.raises(ModelError, match="problem 'bare' has no tokens"):
+        engine.sample(prompts, 2, SamplingSettings(max_tokens=4), seed=0, scope="s")
+    with pytest.raises(ModelError, match="problem 'bare' has no tokens"):
+        engine.stream(prompts[1], SamplingSettings(max_tokens=4), seed=0, on_text=print)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"), [("auto", BuiltinEngine), ("builtin", BuiltinEngine), ("transformers", TransformersEngine)]
 )

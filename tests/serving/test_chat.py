@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from groupwise import serving as package
+from groupwise.config.schema import PromptConfig
 from groupwise.engines import SamplingSettings
 from groupwise.errors import TrainingError
 from groupwise.serving import sampler, server
@@ -103,6 +104,14 @@ def test_a_token_that_the_model_has_no_row_for_is_refused_before_it_reaches_the_
     status, answer = call(serving("a", rows=2), asking())
     assert (status, answer["error"]["param"]) == (400, "messages")
     assert "a special token that this model has no row for" in answer["error"]["message"]
+
+
+def test_messages_without_a_token_are_refused_before_they_reach_the_others(serving):
+    where = serving("a")
+    where.service.prompt = PromptConfig(style="concat")
+    status, answer = call(where, asking(" "))
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert call(where, asking("b"))[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,15 @@ class SampleRequest:
 
 
 def refuse_unknown(prompts: Sequence[Prompt], rows: int) -> None:
-    """Raise ModelError where a prompt has a token that an embedding of so many ``rows`` lacks: on a GPU that would be the process's end."""
+    """Raise ModelError where a prompt has a token that an embedding of so many ``rows`` lacks: on a GPU that would be the process's end.
+    So also where it has none, and its completion would follow another prompt."""
     for prompt in prompts:
-        if (largest := max(prompt.token_ids, default=0)) >= rows:
+        if not prompt.token_ids:
+            raise ModelError(
+                f"the prompt of problem {prompt.problem.id!r} has no tokens, but a completion must follow some: give the row a text, or the "
+                "run a system prompt (prompt.system)"
+            )
+        if (largest := max(prompt.token_ids)) >= rows:
             raise ModelError(
                 f"the prompt of problem {prompt.problem.id!r} has the token {largest}, but the model has rows for {rows} alone: it is a "
                 "mark of models of another kind, such as the placeholder of an image; take it out of the text"

@@ -98,7 +98,9 @@ class Service:
         if ask.must_call and self._calls.form is not None:
             lead = self._calls.form.openings[0]
             prompt_ids += tuple(self._tokenizer(lead, add_special_tokens=False)["input_ids"])
-        if max(prompt_ids, default=0) >= self.rows:  # the engine would refuse it with all that are sampled beside it
+        if not prompt_ids:
+            raise Refused("the messages have no text, so there is nothing to answer: give one", "messages")
+        if max(prompt_ids) >= self.rows:  # the engine would refuse it with all that are sampled beside it
             raise Refused("the messages have a special token that this model has no row for: take it out", "messages")
         room = self.context_length - len(prompt_ids)
         if room < 1:
