@@ -162,7 +162,7 @@ def test_a_stream_that_is_asked_between_text_and_end_keeps_the_end_token_back(se
     where = serving("héy")
     choice = Choice("", (), SamplingSettings(max_tokens=9), (), False, lambda: None)
     tokenizer, ends = where.service.sampler.tokenizer, where.service.sampler.end_token_ids
-    answer = Answer("tiny", [choice], ends, (), None, logprobs=True, tokenizer=tokenizer)
+    answer = Answer("tiny", [choice], ends, (), None, logprobs=True, decode=lambda token: tokenizer.decode([token]))
     choice.token_ids, choice.logprobs = [*tokenizer("hé")["input_ids"], min(ends)], [-0.5] * 4
     choice.text, choice.pieces = "hé", ["h", "", "é", ""]
     told = [one for piece in answer.pieces() for c in piece["choices"] if c["logprobs"] for one in c["logprobs"]["content"]]
@@ -339,6 +339,22 @@ class TestCalls:
         assert joined(events) == ""
         listed = [one["token"] for e in events for c in e["choices"] if c["logprobs"] for one in c["logprobs"]["content"]]
         assert "".join(listed) == "calculator(6)</call>"  # what was given was not sampled
+
+
+def test_the_tokenizer_of_those_who_ask_is_for_one_thread_at_a_time(serving):
+    class Watched:
+        def __getattr__(self, name):
+            assert where.service._lock.locked(), name
+            return getattr(shared, name)
+
+        def __call__(self, *text, **more):
+            assert where.service._lock.locked()
+            return shared(*text, **more)
+
+    where = serving("calculator(é)</call>")
+    shared, where.service._tokenizer = where.service._tokenizer, Watched()
+    for more in ({}, {"tools": [CALCULATOR], "tool_choice": "required"}):
+        assert call(where, asking(logprobs=True, **more))[0] == 200
 
 
 class TestTogether:

@@ -359,7 +359,7 @@ class _Program:
         choice = Choice("", (), ask.settings, (), False, partial(news.put, None))
         answer = Answer(
             ask.model, [choice], self.agents.end_token_ids, ask.tools, self.agents.form if ask.tools else None, logprobs=ask.logprobs,
-            tokenizer=self.agents.template.tokenizer,
+            decode=lambda token: str(self.agents.template.tokenizer.decode([token])),
         )  # fmt: skip
         return _Exchange(ask, answer, [choice], news)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -60,10 +60,10 @@ class Answer:
 
     def __init__(
         self, model: str, choices: Sequence[Choice], end_token_ids: frozenset[int], tools: Sequence[Tool], form: CallFormat | None,
-        *, logprobs: bool, tokenizer: Any,
+        *, logprobs: bool, decode: Callable[[int], str],
     ) -> None:  # fmt: skip
         self.choices, self.ends, self.tools, self.form = choices, end_token_ids, tools, form
-        self.logprobs, self.tokenizer = logprobs, tokenizer
+        self.logprobs, self.decode = logprobs, decode
         self.about = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._sent = [0] * len(choices)
         """Characters of each choice's text that were sent as content,"""
@@ -160,7 +160,7 @@ class Answer:
     def _logprobs(self, choice: Choice, first: int, last: int) -> dict[str, Any]:
         content = []
         for place in range(first, last):
-            piece = choice.pieces[place] or self.tokenizer.decode([choice.token_ids[place]])
+            piece = choice.pieces[place] or self.decode(choice.token_ids[place])
             whole = "\ufffd" not in piece
             logprob = max(_LOWEST_LOGPROB, choice.logprobs[place])
             content.append(

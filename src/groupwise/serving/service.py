@@ -81,6 +81,8 @@ class Service:
         # The sampling thread has the policy's own tokenizer, and those who ask share this one: it is for one thread at a time.
         self._tokenizer, self._lock = copy.deepcopy(policy.tokenizer), threading.Lock()
         self._calls = Calls.of(self._tokenizer, policy.end_token_ids, prompt, call_format)
+        self._lead = "" if self._calls.form is None else self._calls.form.openings[0]
+        self._lead_ids = tuple(self._tokenizer(self._lead, add_special_tokens=False)["input_ids"])
         self.engine, self.sampler = engine, Sampler(engine, policy.tokenizer, policy.end_token_ids, policy.device)
 
     @property
@@ -95,9 +97,8 @@ class Service:
                 f"there is no model {ask.model!r:.80} here: ask for {self.name!r}", "model", status=404, code="model_not_found"
             )
         prompt_ids, lead = self._prompt_ids(ask), ""
-        if ask.must_call and self._calls.form is not None:
-            lead = self._calls.form.openings[0]
-            prompt_ids += tuple(self._tokenizer(lead, add_special_tokens=False)["input_ids"])
+        if ask.must_call:
+            prompt_ids, lead = prompt_ids + self._lead_ids, self._lead
         if not prompt_ids:
             raise Refused("the messages have no text, so there is nothing to answer: give one", "messages")
         if max(prompt_ids) >= self.rows:  # the engine would refuse it with all that are sampled beside it
@@ -121,9 +122,13 @@ class Service:
             raise Refused("too many requests wait already: ask again later", status=429, code="queue_full") from None
         answer = Answer(
             self.name, choices, self.sampler.end_token_ids, ask.tools, self._calls.form if ask.tools else None,
-            logprobs=ask.logprobs, tokenizer=self._tokenizer,
+            logprobs=ask.logprobs, decode=self._decode,
         )  # fmt: skip
         return Exchange(ask, answer, choices, news)
+
+    def _decode(self, token: int) -> str:
+        with self._lock:
+            return str(self._tokenizer.decode([token]))
 
     def close(self) -> None:
         self.sampler.close()
