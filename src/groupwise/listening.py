@@ -52,10 +52,14 @@ class BoundedServer(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started, which would have released it
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -131,8 +135,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, values: Any, **headers: str) -> None:
         body = json.dumps(values).encode()
+        known = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        if self.close_connection:  # else a client sends the next request into it
+            known["Connection"] = "close"
         self.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+        for name, value in {**known, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from contextlib import ExitStack
@@ -106,6 +107,35 @@ def test_who_announces_and_never_sends_is_hung_up_on(serving, monkeypatch):
     with socket.create_connection(("127.0.0.1", where.port), timeout=20) as idle:
         idle.sendall(head + b"x")
         assert idle.recv(1000) == b""
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({**WITH_KEY, "Origin": "https://a.example"}, 403),
+        ({**WITH_KEY, "Content-Length": str(2**30)}, 413),
+        ({**WITH_KEY, "Content-Type": "text/plain"}, 415),
+        (WITH_KEY, 200),
+    ],
+)
+def test_a_connection_that_is_closed_is_said_to_be(serving, headers, status):
+    connection = http.client.HTTPConnection("127.0.0.1", serving("x", key=SECRET).port, timeout=LONG_S)
+    connection.request("POST", "/v1/chat/completions", json.dumps(asking()), {"Content-Type": "application/json", **headers})
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("Connection")) == (status, None if status == 200 else "close")
+    connection.close()
+
+
+def test_a_connection_without_a_thread_takes_no_place(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(listening.ThreadingHTTPServer, "process_request", fail)
+    with listening.BoundedServer(("127.0.0.1", 0), listening.Handler, 1) as full:
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                full.process_request(None, None)
 
 
 def test_many_may_connect_at_once():
