@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from groupwise.config import load_config
 from groupwise.errors import ConfigError
 from groupwise.tracking import EVALUATION_METRICS, JsonlTracker, RunFolder, Trackers, describe_metric, make_trackers, services
 from groupwise.tracking.numbers import evaluation_numbers, evaluation_step
-from groupwise.tracking.services import BackgroundTracker
+from groupwise.tracking.services import BackgroundTracker, WandbTracker
 from groupwise.training.setup import prepare
 from tests.waiting import comes
 
@@ -275,6 +276,73 @@ def test_without_a_login_wandb_is_refused_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuses)
     with pytest.raises(ConfigError, match=r"api_key not configured.*wandb login.*output\.offline"):
         make_trackers(config, folder, None)
+
+
+def wandb_that_knows(monkeypatch, create_new, active=None):
+    """A stand-in for the package, whose process has the run ``active``; returns what its ``init`` is given."""
+    begun = []
+
+    def settings(reinit=None, **others):
+        if reinit == "create_new" and not create_new:
+            raise ValueError("reinit")
+        return reinit
+
+    run = SimpleNamespace(define_metric=lambda *_, **__: None)
+    errors = SimpleNamespace(UsageError=KeyError)
+    package = SimpleNamespace(Settings=settings, run=active, errors=errors, init=lambda **given: (begun.append(given), run)[1])
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return begun
+
+
+def test_a_run_of_wandb_that_the_caller_has_is_neither_taken_nor_finished(tmp_path, monkeypatch):
+    config, folder = folder_with(tmp_path, "output.trackers=[wandb]")
+    begun = wandb_that_knows(monkeypatch, create_new=True, active="the caller's")
+    WandbTracker(config, folder, 0)
+    old = wandb_that_knows(monkeypatch, create_new=False)
+    WandbTracker(config, folder, 0)
+    assert [given["settings"] for given in (*begun, *old)] == ["create_new", None]
+    old = wandb_that_knows(monkeypatch, create_new=False, active="the caller's")
+    with pytest.raises(RuntimeError, match=r"finish it, or install wandb 0\.19\.10"):
+        WandbTracker(config, folder, 0)
+    assert not old
+
+
+@pytest.mark.parametrize("how", ["setting", "environment", "online"])
+def test_parts_of_a_run_that_is_resumed_offline_are_sent_as_runs_of_one_group(tmp_path, monkeypatch, how):
+    """By one id, `wandb sync` would replace each by the next."""
+    offline = ["output.offline=true"] if how == "setting" else []
+    config, folder = folder_with(tmp_path, "output.trackers=[wandb]", *offline)
+    begun = wandb_that_knows(monkeypatch, create_new=True)
+    if how == "environment":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    for done in (0, 20):
+        WandbTracker(config, folder, done)
+    one = folder.tracking_id
+    ids, groups, resumes = ([given[name] for given in begun] for name in ("id", "group", "resume"))
+    if how == "online":
+        assert (ids, groups, resumes) == ([one, one], [None, None], ["allow", "allow"])
+    else:
+        assert (ids, groups, resumes) == ([one, f"{one}-from-20"], [one, one], [None, None])
+
+
+def test_wandb_logs_into_a_run_of_its_own_beside_the_caller_s(tmp_path, caplog, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    own = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True, console="off"))
+    config, folder = folder_with(tmp_path, "output.trackers=[jsonl, wandb]", "output.offline=true")
+    three_steps_and_a_verdict(config, folder, caplog)
+    assert wandb.run is own
+    own.log({"mine": 1.0})
+    own.finish()
+    for path, steps in ((tmp_path, [None]), (folder.path, [1, 2, 3, 3])):
+        (file,) = path.glob("wandb/offline-run-*/*.wandb")
+        assert comes(lambda file=file: "exit" in [r.WhichOneof("record_type") for r in wandb_records(file.read_bytes())])
+        rows = [
+            {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item}
+            for r in wandb_records(file.read_bytes())
+            if r.WhichOneof("record_type") == "history"
+        ]
+        assert [row.get("step") for row in rows] == steps
 
 
 def test_trackio_has_the_rows_in_its_data_base(tmp_path, caplog, monkeypatch, capsys):
