@@ -226,7 +226,7 @@ class Sampler:
             self._take(choice, completion.token_ids[known:], completion.logprobs[known:])
 
     def _should_break(self, batch: Sequence[Choice]) -> bool:
-        """Whether somebody waits who has none of ``batch``, and takes turns with it, or whose choice could be sampled with what is left."""
+        """Whether somebody waits for other requests than those of ``batch``, which take turns with it, or for a choice that could join them."""
         with self._changed:
             waiting = [choice for choice in self._open if choice not in batch]
         left = [choice for choice in batch if choice.wanted and choice.finish_reason is None]
