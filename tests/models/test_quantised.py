@@ -14,12 +14,13 @@ from groupwise.engines import SamplingSettings, make_engine
 from groupwise.memory import own_memory
 from groupwise.models.adapters import attach, base_module, merged, peft_config_of
 from groupwise.models.decoder import MergedDecoder
-from groupwise.models.load import Policy, save_model
+from groupwise.models.load import Policy, load_policy, save_model
 from groupwise.models.merging import dithered, merged_weight
 from groupwise.models.quantised import dense_weight, multiply_dequantised, quantisation_settings, quantised_layers
 from groupwise.models.scorer import make_scorer
 from groupwise.training.learner import Learner
 from groupwise.types import Group, Problem, Prompt
+from tests.tiny import write_tiny_llama
 
 pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -272,6 +273,18 @@ def test_a_quantised_model_alone_is_sampled_and_saved_whole(tiny_qwen2, tmp_path
     assert [c.token_ids for c in first] == [c.token_ids for c in second]
     with torch.no_grad():
         torch.testing.assert_close(slow(merged(model)), slow(copy.deepcopy(model)), atol=1e-5, rtol=1e-4)
+
+
+@KINDS
+def test_files_that_are_quantised_already_are_loaded_as_they_are(tmp_path, kind):
+    whole = AutoModelForCausalLM.from_pretrained(write_tiny_llama(tmp_path), dtype=torch.float32)
+    quantised = in_few_bits(whole, kind, tmp_path / "whole")
+    quantised.save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(name=str(tmp_path), dtype="float32", device="cpu", lora=LoraConfig(rank=4)))
+    layers = [quantised_layers(model) for model in (policy.model, quantised)]
+    assert len(layers[0]) == len(layers[1]) == 14
+    for found, wanted in zip(*layers, strict=True):
+        assert torch.equal(dense_weight(found, torch.float32), dense_weight(wanted, torch.float32))
 
 
 @pytest.mark.soak

@@ -398,6 +398,21 @@ def test_a_quantised_base_has_few_bits_in_its_matrices_alone(bits, size):
     assert few.weights - 2 * (shape.parameters - matrices) == pytest.approx(size * matrices, rel=0.003)
 
 
+def test_files_that_are_quantised_already_are_planned_as_such(tmp_path):
+    def weights(folder, *settings):
+        made = make_plan(load_config(None, [f"model.name={folder}", "model.lora={rank: 16}", *settings]), HARDWARE["rtx-4090"])
+        return item(made.phases, "learning", "weights")
+
+    LlamaConfig().save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "few").mkdir()
+    few = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "few" / "config.json").write_text(json.dumps(config | few))
+    assert weights(tmp_path / "few") == weights(tmp_path / "plain", "model.quantization=4bit") < weights(tmp_path / "plain")
+    with pytest.raises(ConfigError, match="quantised .* model.lora is null"):
+        weights(tmp_path / "few", "model.lora=null")
+
+
 @pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp2"])
 def test_what_is_divided_is_divided_and_comes_together_for_sampling(mode):
     config = load_config("gsm8k-7b-8gpu", ["training.sharding=none"])

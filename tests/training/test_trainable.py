@@ -1,17 +1,48 @@
 """What cannot be trained is refused before anything is read, and a rate meant for something else is told."""
 
+import json
+
 import pytest
 
 from groupwise.config.combinations import notes
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.training.setup import prepare
+from tests.tiny import tiny_config, write_tiny_llama
 
 
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_a_quantised_base_without_an_adapter_is_refused_in_training(kind):
     with pytest.raises(ConfigError, match=rf"model.quantization is {kind} and model.lora is null.*add model.lora="):
         prepare(Config(model={"name": "no/such-model", "quantization": kind}))
+
+
+IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize(
+    ("stored", "model", "complaint"),
+    [
+        ({"quant_method": "fp8"}, {"lora": {"rank": 4}}, "quantised by fp8, .* name the model that it was made of"),
+        (IN_4_BITS, {}, r"quantised \(4bit\) and model.lora is null.*add model.lora="),
+        (IN_4_BITS, {"lora": {"rank": 4}, "quantization": "8bit"}, "model.quantization is 8bit, .* quantised already"),
+    ],
+)
+def test_weights_that_are_quantised_already_are_refused_by_their_config(tmp_path, sums, stored, model, complaint):
+    path = write_tiny_llama(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
+    with pytest.raises(ConfigError, match=complaint):
+        prepare(tiny_config(tmp_path, sums, model=model))
+    critic = {"preset": "ppo", "value": {"critic": str(tmp_path)}}
+    with pytest.raises(ConfigError, match="name the model that it was made of"):
+        prepare(tiny_config(write_tiny_llama(tmp_path / "plain"), sums, algorithm=critic))
+
+
+def test_a_base_that_bitsandbytes_has_quantised_already_is_taken_as_one_that_is_quantised_here(tmp_path, sums):
+    pytest.importorskip("bitsandbytes")
+    path = write_tiny_llama(tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": IN_4_BITS}))
+    assert prepare(tiny_config(tmp_path, sums, model={"lora": {"rank": 4}})).config.model.quantization == "4bit"
 
 
 def test_a_rate_for_all_weights_is_told_where_an_adapter_is_trained():

@@ -222,8 +222,9 @@ def _output(config: Config) -> Iterator[str]:
         )
 
 
-def refuse_untrainable(model: ModelConfig) -> None:
-    """Raise ConfigError for weights that cannot be trained: quantised ones without an adapter, and a model in pieces."""
+def refuse_untrainable(model: ModelConfig, stored: str = "none") -> None:
+    """Raise ConfigError for weights that cannot be trained: quantised ones without an adapter or not by bitsandbytes, and a model in
+    pieces. ``stored``: how the model's files are quantised (``stored_quantisation``)."""
     if model.device_map is not None:
         raise ConfigError(
             f"model.device_map is {model.device_map}, which lays one model over several devices for eval and generate, but training needs "
@@ -233,6 +234,22 @@ def refuse_untrainable(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.quantization is {model.quantization} and model.lora is null, but weights stored in so few bits cannot be trained "
             "themselves: add model.lora={rank: 16, alpha: 32}, or use model.quantization=none"
+        )
+    if stored == "none":
+        return
+    if stored not in ("4bit", "8bit"):
+        raise ConfigError(
+            f"the weights of {model.name!r} are quantised by {stored}, and of quantised weights only those of bitsandbytes go under an "
+            "adapter: name the model that it was made of"
+        )
+    if model.quantization not in ("none", stored):
+        raise ConfigError(
+            f"model.quantization is {model.quantization}, but the weights of {model.name!r} are quantised already ({stored}): leave it out"
+        )
+    if model.lora is None:
+        raise ConfigError(
+            f"the weights of {model.name!r} are quantised ({stored}) and model.lora is null, but weights stored in so few bits cannot be "
+            "trained themselves: add model.lora={rank: 16, alpha: 32}, or name the model that it was made of"
         )
 
 

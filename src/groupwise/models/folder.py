@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from groupwise.errors import ModelError
 
 __all__ = [
     "adapter_in", "base_of", "check_folder", "is_folder_name", "make_readable_by_4", "move_into_place", "only_from_cache",
-    "refused_by_hub",
+    "refused_by_hub", "stored_quantisation",
 ]  # fmt: skip
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -73,6 +73,16 @@ def base_of(adapter: Path) -> str:
             f"`groupwise merge {adapter} NEW_FOLDER --base MODEL`"
         )
     return base
+
+
+def stored_quantisation(config: Mapping[str, Any]) -> str:
+    """How a model's files hold its matrices, by its config.json: ``none``, ``4bit`` or ``8bit`` by bitsandbytes, or another method's
+    name, such as ``fp8``."""
+    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    for bits in ("4bit", "8bit"):
+        if settings.get(f"load_in_{bits}"):
+            return bits
+    return str(settings.get("quant_method") or "an unnamed method") if settings else "none"
 
 
 def make_readable_by_4(folder: Path) -> None:

@@ -45,6 +45,7 @@ from groupwise.models.folder import (
     make_readable_by_4,
     move_into_place,
     only_from_cache,
+    stored_quantisation,
 )
 from groupwise.models.quantised import multiply_dequantised, quantisation_settings, quantised_layers
 from groupwise.models.quiet import quiet
@@ -182,8 +183,11 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None, s
             f"model {config.name!r} names no end-of-sequence token in its tokenizer, config or generation config, so that no "
             "completion could ever stop: add eos_token to its tokenizer_config.json"
         )
+    stored = stored_quantisation(hf_config.to_dict())
+    if stored in ("4bit", "8bit"):
+        config = config.model_copy(update={"quantization": stored})
     with blocks_of_their_own():  # what quantising needs in passing goes back at once
-        model = multiply_dequantised(_load_weights(config, attention_for(config, target, hf_config), target))
+        model = multiply_dequantised(_load_weights(config, attention_for(config, target, hf_config), target, stored))
     if config.device_map is None and target.type == "cpu":  # what a map leaves on the disk stays there; a GPU's copy is read once
         own_memory([*model.parameters(), *model.buffers()])
     if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs
@@ -363,12 +367,15 @@ def _without_weights(config: ModelConfig, attention: str | None) -> PreTrainedMo
     return model
 
 
-def _load_weights(config: ModelConfig, attention: str | None, device: torch.device) -> PreTrainedModel:
+def _load_weights(config: ModelConfig, attention: str | None, device: torch.device, stored: str) -> PreTrainedModel:
+    """``stored``: how the files are quantised."""
     if device.type == "meta":
         return _without_weights(config, attention)
     how: dict[str, Any] = {}
-    if (quantised := quantisation_settings(config)) is not None:
-        how = {"quantization_config": quantised, "device_map": {"": device}}
+    if config.quantization != "none":
+        how = {"device_map": {"": device}}
+        if stored != config.quantization:
+            how["quantization_config"] = quantisation_settings(config)
     if config.device_map is not None:
         how |= device_map_arguments(config)
     with _explained(config, "model"), quiet():

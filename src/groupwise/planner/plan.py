@@ -217,6 +217,9 @@ def make_plan(
     """
     refuse_untrainable(config.model)
     shape = find_shape(config.model)
+    refuse_untrainable(config.model, shape.stored)
+    if shape.stored != "none":
+        config = config.model_copy(update={"model": config.model.model_copy(update={"quantization": shape.stored})})
     _refuse_too_long(config, shape.context, prompt_tokens)
     limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
     setup = Setup(

@@ -13,7 +13,7 @@ from typing import Any
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 from groupwise.models.families import FAMILIES, longrope_positions, why_uncovered
-from groupwise.models.folder import is_folder_name, refused_by_hub
+from groupwise.models.folder import is_folder_name, refused_by_hub, stored_quantisation
 
 __all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
 
@@ -59,6 +59,8 @@ class ModelShape:
     """Whether attention's scores go through a cap, which the library computes with all of them in memory."""
     plain_head: bool = True
     """Whether logits are the head's product, and not scaled or capped: else the model's module computes them whole."""
+    stored: str = "none"
+    """How its files hold its matrices, as ``stored_quantisation`` says."""
 
     @property
     def lean(self) -> bool:
@@ -263,6 +265,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             context=context if isinstance(context, int) and 0 < context < 10**9 else _UNNAMED_CONTEXT,
             capped_attention=text.get("attn_logit_softcapping") is not None,
             plain_head=all(text.get(key) in (None, 1, 1.0) for key in _OF_THE_HEAD),
+            stored=stored_quantisation(values),
             file_dtype=next((str(v[key]) for v in (text, values) for key in ("dtype", "torch_dtype") if v.get(key)), "float32"),
         )
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from groupwise.algorithm import value_loss
 from groupwise.config.algorithm import AlgorithmConfig
-from groupwise.config.combinations import refuse_short_critic
+from groupwise.config.combinations import refuse_short_critic, refuse_untrainable
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.distributed import World
 from groupwise.errors import ConfigError
 from groupwise.metrics import Max, Metric
+from groupwise.models.folder import stored_quantisation
 from groupwise.models.load import check_model, context_length, load_model_config, load_policy, load_tokenizer
 from groupwise.models.logprobs import Scored
 from groupwise.models.module_scorer import ModuleScorer
@@ -195,12 +196,13 @@ def check_critic(config: Config, tokenizer: Any, context: int) -> None:
 
     Raises:
         ModelError: it cannot be loaded.
-        ConfigError: it reads other tokens than the policy writes, or too few of them.
+        ConfigError: it reads other tokens than the policy writes, or too few of them, or its weights cannot be trained.
     """
     if config.algorithm.value is None or (named := config.algorithm.value.critic) in ("shared", "copy"):
         return
     model = _own_model(config, named)
     check_model(model)
+    refuse_untrainable(model, stored_quantisation(load_model_config(model).to_dict()))
     own = load_tokenizer(model)
     known = own.get_vocab()
     if any(known.get(token) != number for token, number in tokenizer.get_vocab().items()):

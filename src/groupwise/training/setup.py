@@ -35,7 +35,10 @@ from groupwise.engines.vllm.engine import check_vllm
 from groupwise.episodes import Episodes, open_episodes, render_episode
 from groupwise.errors import ConfigError, ModelError
 from groupwise.evaluation.judging import with_shots
+from groupwise.models.devices import with_dtype
+from groupwise.models.embedded import EMBEDDED_NAME
 from groupwise.models.families import why_uncovered
+from groupwise.models.folder import stored_quantisation
 from groupwise.models.load import (
     check_adapter,
     check_model,
@@ -46,6 +49,7 @@ from groupwise.models.load import (
     load_tokenizer,
     resolve_device,
 )
+from groupwise.models.quantised import quantisation_settings
 from groupwise.models.reward_model import RewardModel
 from groupwise.models.scorer import attention_note
 from groupwise.rewards.load import Rewards, named_rewards
@@ -143,6 +147,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     """
     refuse_untrainable(config.model)
     check_model(config.model)
+    config = _with_stored_bits(config)
     check_adapter(config.model)
     check_engine(config.rollout)
     check_trackers(config)
@@ -237,6 +242,19 @@ def _notes(
     of_settings = notes(config, prepared=is_prepared(config.data.source))
     said = [*of_settings, *suite.notes(), *note_on_processes(config, processes), *dropped]
     return said + [note for note in conditional if note]
+
+
+def _with_stored_bits(config: Config) -> Config:
+    """``config`` with the ``model.quantization`` that the model's files are in, which need not be asked for."""
+    if config.model.name == EMBEDDED_NAME:  # whole, and perhaps not fetched yet
+        return config
+    stored = stored_quantisation(load_model_config(config.model).to_dict())
+    refuse_untrainable(config.model, stored)
+    if stored == "none":
+        return config
+    model = config.model.model_copy(update={"quantization": stored})
+    quantisation_settings(with_dtype(model))  # is bitsandbytes here?
+    return config.model_copy(update={"model": model})
 
 
 def _with_steps(config: Config, problems: int) -> Config:
