@@ -742,6 +742,32 @@ def test_a_quantised_model_takes_an_adapter_and_nothing_else(tiny_folder, prompt
     assert more.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6), "an adapter that comes trained is its own reference"
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_quantised_base_that_peft_widened_computes_in_the_dtype_it_was_loaded_in(
+    tiny_folder, prompts, letters, settings, caplog, monkeypatch, dtype, early
+):
+    """TRL computes it in bf16 by autocast, which is not used here."""
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda: True)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=dtype, quantization_config=how, device_map={"": "cpu"})
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert model.dtype == torch.float32
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    given = {"model": peft.get_peft_model(model, config)} if early else {"model": model, "peft_config": config}
+    trainer = GRPOTrainer(reward_funcs=letters, args=settings(bf16=True, max_steps=1), train_dataset=prompts, **given)
+    dtypes = {n: p.dtype for n, p in trainer.model.named_parameters() if p.is_floating_point()}
+    assert {d for n, d in dtypes.items() if "lora_" not in n} == {dtype}
+    assert {d for n, d in dtypes.items() if "lora_" in n} == {torch.float32}
+    told = "weights outside of the quantised layers are float32" in caplog.text
+    assert told == (dtype == torch.float32)
+    trainer.train()
+
+
 def test_completions_are_written_where_that_is_asked_for(tiny_folder, chats, letters, settings, capsys):
     from pyarrow import parquet
 

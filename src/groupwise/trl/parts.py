@@ -365,6 +365,7 @@ def make_policy(
         try:
             config = _as_stored(config, args)
             policy = load(config)
+            _is_quantised(policy.model, peft_config is not None)
         except ModelError as error:
             if "Python code of its own" not in str(error):
                 raise
@@ -446,15 +447,14 @@ def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, ad
         )
     if model.dtype not in (torch.float32, torch.bfloat16, *([torch.float16] if args.fp16 else [])):
         raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16, or in float16 with fp16=True")
-    quantised = getattr(base_module(model), "is_quantized", False)
-    if quantised and not (quantised_layers(model) and (is_adapted(model) or adapted)):
-        raise ModelError(
-            "the model is quantised, and only an adapter on a base that bitsandbytes quantised can be trained: pass peft_config with such "
-            "a model, or load it in bfloat16"
-        )
-    if not quantised and args.bf16 and model.dtype == torch.float32 and with_dtype(config).dtype == "bfloat16":
+    quantised = _is_quantised(model, adapted)
+    wanted = getattr(torch, with_dtype(config).dtype)
+    if quantised and wanted != torch.float32 and getattr(base_module(model).config, "dtype", None) != torch.float32:
+        _narrow(model, wanted)
+    if args.bf16 and model.dtype == torch.float32 and wanted == torch.bfloat16:
+        whole = "weights outside of the quantised layers" if quantised else "weights"
         log.warning(
-            "the model's weights are float32, so it computes in float32: bf16=True is for a model that is given by its name. Give its "
+            f"the model's {whole} are float32, so it computes in float32: bf16=True is for a model that is given by its name. Give its "
             "name, or load it in bfloat16, to compute in bfloat16 with float32 masters"
         )
     multiply_dequantised(model)
@@ -466,6 +466,29 @@ def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, ad
     ends = end_token_ids(tokenizer, model.config, getattr(model, "generation_config", None))
     adopted: Any = model.eval()
     return Policy(adopted, tokenizer, ends, context_length(model.config, tokenizer), config.name)
+
+
+def _is_quantised(model: Any, adapted: bool) -> bool:
+    """Whether the model is quantised. ``adapted``: an adapter will go on it. Raises ModelError where it could not be trained."""
+    quantised = bool(getattr(base_module(model), "is_quantized", False))
+    if quantised and not (quantised_layers(model) and (is_adapted(model) or adapted)):
+        raise ModelError(
+            "the model is quantised, and only an adapter on a base that bitsandbytes quantised can be trained: pass peft_config with such "
+            "a model, or load it in bfloat16"
+        )
+    return quantised
+
+
+def _narrow(model: Any, dtype: torch.dtype) -> None:
+    """Put the frozen fp32 weights of a quantised base into ``dtype``, in which it computes. peft's prepare_model_for_kbit_training makes
+    them fp32 for autocast, which is not used here, and all layers would be dequantised in the embedding's dtype. Where more than low-rank
+    factors is trained beside them they stay as they are, since a product takes one dtype."""
+    parameters = list(model.named_parameters())
+    if any(p.requires_grad and "lora_" not in name for name, p in parameters):
+        return
+    for name, parameter in parameters:
+        if parameter.dtype == torch.float32 and "lora_" not in name:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _with_tokenizer(policy: Policy, tokenizer: Any) -> Policy:
