@@ -4,14 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from groupwise.config import build_config
+from groupwise.config.schema import LoraConfig
 from groupwise.engines.builtin.cache import Cache
 from groupwise.models import devices
+from groupwise.models.adapters import attach, merged, peft_config_of
 from groupwise.models.layer import copy_filled
 from groupwise.training.critic import Critic
 from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.reference import Reference
+from tests.conftest import TINY
 
 
 def test_operations_on_two_devices_are_refused(fake_cuda, cuda):
@@ -47,6 +51,16 @@ def test_a_whole_copy_of_an_adapted_model_is_on_the_cpu_with_its_adapter(fake_cu
     assert {tensor.device.type for tensor in (*whole.parameters(), *whole.buffers())} == {"cpu"}
     assert (whole.lora.requires_grad, whole.weight.requires_grad) == (True, False)
     assert layer.lora.device == cuda
+
+
+def test_a_model_that_is_merged_at_once_is_made_on_the_cpu(fake_cuda, cuda):
+    """A GPU that a base in 4 bits fills has no room for whole weights: a run on 24 GB ended there, after its last step."""
+    pytest.importorskip("peft")
+    with cuda:
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**TINY), dtype=torch.bfloat16)
+        whole = merged(attach(model, peft_config_of(LoraConfig(rank=4))))
+    assert {tensor.device.type for tensor in (*whole.parameters(), *whole.buffers())} == {"cpu"}
+    assert model.device == cuda
 
 
 def test_one_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch):

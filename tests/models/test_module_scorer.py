@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
+    Gemma3Config,
     GPT2Config,
     GraniteConfig,
     PhiConfig,
@@ -121,6 +122,12 @@ def tiny_xlstm() -> Any:
     )
 
 
+def tiny_gemma3_with_images() -> Any:
+    seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = {**SMALL, "head_dim": 8, "max_position_embeddings": 256, "sliding_window": 8, "pad_token_id": 0}
+    return random_model(Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4))
+
+
 def check_against_slow(model: Any, temperature: float = 0.8) -> None:
     reference, groups = copy.deepcopy(model), random_groups()
     scorer = ModuleScorer(model)
@@ -164,6 +171,19 @@ def test_other_architectures_fall_back_to_it(make: Callable[[], Any]) -> None:
     policy: Any = SimpleNamespace(model=model)
     assert isinstance(make_scorer(policy, ModelConfig()), ModuleScorer)
     check_against_slow(model)
+
+
+def test_of_a_model_that_sees_images_what_text_passes_through_is_trained_alone() -> None:
+    """Masters and moments of the rest took 12 bytes a weight."""
+    scorer = ModuleScorer(tiny_gemma3_with_images())
+    scorer.logprobs(scorer.prepare(random_groups())).sum().backward()
+    parameters = dict(scorer.named_parameters())
+    learnt = {name for name, p in parameters.items() if p.requires_grad}
+    assert learnt == {name for name, p in parameters.items() if p.grad is not None}
+    left = parameters.keys() - learnt
+    assert left
+    assert all("vision" in name or "multi_modal" in name for name in left)
+    assert not any(p.requires_grad for _, p in ModuleScorer(scorer.module, trainable=False).named_parameters())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Phases beside the steps: evaluations, checkpoints and the final model; and what a run needs on the disk."""
 
+import json
+
 import pytest
 
 from groupwise.algorithm.registry import find_loss
@@ -98,6 +100,17 @@ def test_an_adapter_is_merged_a_matrix_at_a_time_for_the_final_model():
     shape = made.shape
     (merged,) = (i.bytes for p in phases(made) if p.name == "final model" for i in p.items if i.name == "one matrix merged")
     assert merged == (2 + 8) * shape.width * shape.feed_forward
+
+
+def test_a_model_that_is_merged_at_once_is_merged_in_the_machine_s_memory(tmp_path):
+    """From a GPU too, which has no room for all of its weights beside a base in 4 bits. Gemma 3 of 4B and more is wrapped."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99}
+    text = {"model_type": "gemma3_text", **sizes}
+    for config in ({"model_type": "phi3", **sizes}, {"model_type": "gemma3", "text_config": text}, text):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        made = [setup(LORA, f"model.name={tmp_path}", "rollout.max_completion_tokens=8", device=device) for device in ("cpu", "cuda")]
+        found = [[i.name for p in phases(one) if p.name == "final model" for i in p.items] for one in made]
+        assert ["merged copy" in names for names in found] == [config is not text, False]
 
 
 def test_an_evaluation_is_planned_with_its_own_limit_and_samples():

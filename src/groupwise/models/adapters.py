@@ -328,7 +328,7 @@ def drops_out(model: Any) -> bool:
 def merged(model: Any) -> Any:
     """A plain model of its own: the adapter worked into its weights, quantised ones dequantised. It takes the memory of a whole model.
 
-    Where the adapter is two low-rank factors, the weights are those that sample and learn (``models/merging.py``).
+    Where the adapter is two low-rank factors, the weights are those that sample and learn (``models/merging.py``), and on the CPU.
     """
     if is_adapted(model) and why_not_mergeable(model) is not None:
         return _dense(copy.deepcopy(model)).merge_and_unload()
@@ -336,7 +336,7 @@ def merged(model: Any) -> Any:
     for key, tensor in state.items():
         place, _, name = key.rpartition(".")
         owner = plain.get_submodule(place)
-        made = tensor.make() if isinstance(tensor, Made) else tensor
+        made = (tensor.make() if isinstance(tensor, Made) else tensor).to("cpu")  # a GPU may have no room for all of them
         if name in owner._buffers:
             owner._buffers[name] = made
         else:

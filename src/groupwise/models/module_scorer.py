@@ -42,8 +42,9 @@ class ModuleScorer:
     def __init__(self, model: Any, *, trainable: bool = True) -> None:
         self.module = model
         self.device: torch.device = next(model.parameters()).device
+        learnt = _of_text(model) if trainable else set()
         for parameter in model.parameters():
-            parameter.requires_grad_(trainable)
+            parameter.requires_grad_(parameter in learnt)
         # With a padding index, torch drops that row's gradient; the pad token is often the end of a turn, and then stands in prompts.
         model.get_input_embeddings().padding_idx = None
         self._head_is_plain: bool | None = None
@@ -125,6 +126,15 @@ class ModuleScorer:
         self.module.eval()
         for part in self.module.modules():
             part.training = learning and bool(getattr(part, "gradient_checkpointing", False))
+
+
+def _of_text(model: Any) -> set[nn.Parameter]:
+    """The parameters that text is computed with. The others of a model that sees images too never have a gradient, and would take masters
+    and moments all the same."""
+    if model.config.get_text_config() is model.config:
+        return set(model.parameters())
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    return {parameter for part in parts if part is not None for parameter in part.parameters()}
 
 
 def _inputs(batch: Padded) -> dict[str, Any]:

@@ -285,7 +285,8 @@ def _final_model(setup: Setup) -> list[Item]:
         return [Item("whole weights", whole, "s P, in the first process")]
     if not setup.adapted and setup.quantised == "none":
         return []
-    if shape.architecture not in FAMILIES and not setup.config.output.adapter_only:
+    at_once = shape.wrapped or shape.architecture not in FAMILIES
+    if at_once and setup.device == "cpu" and not setup.config.output.adapter_only:  # from a GPU it goes into the machine's memory
         return [Item("merged copy", whole, "s P")]
     return [Item("one matrix merged", (s + 8) * shape.width * shape.feed_forward, "(s + 8) F D")]
 

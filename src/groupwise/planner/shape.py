@@ -59,6 +59,8 @@ class ModelShape:
     """Whether attention's scores go through a cap, which the library computes with all of them in memory."""
     plain_head: bool = True
     """Whether logits are the head's product, and not scaled or capped: else the model's module computes them whole."""
+    wrapped: bool = False
+    """Whether it lies within a model of another type, such as one that sees images too."""
     stored: str = "none"
     """How its files hold its matrices, as ``stored_quantisation`` says."""
 
@@ -265,6 +267,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
             context=context if isinstance(context, int) and 0 < context < 10**9 else _UNNAMED_CONTEXT,
             capped_attention=text.get("attn_logit_softcapping") is not None,
             plain_head=all(text.get(key) in (None, 1, 1.0) for key in _OF_THE_HEAD),
+            wrapped=outer != architecture,
             stored=stored_quantisation(values),
             file_dtype=next((str(v[key]) for v in (text, values) for key in ("dtype", "torch_dtype") if v.get(key)), "float32"),
         )
