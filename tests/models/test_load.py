@@ -391,6 +391,23 @@ def test_scaled_rotary_embeddings_are_written_both_ways(tmp_path: Path) -> None:
     assert written["rope_scaling"] == llama3
 
 
+def test_rotary_embeddings_of_a_text_model_within_another_are_written_both_ways(tmp_path: Path) -> None:
+    """Gemma 3 of 4B and more: 4.57 rotated by the defaults, without a word."""
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0},
+    }
+    text = {"model_type": "gemma3_text", "rope_parameters": rope, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "dtype": "bfloat16"}))
+    make_readable_by_4(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["torch_dtype"] == written["text_config"]["torch_dtype"] == "bfloat16"
+    assert written["text_config"]["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert written["text_config"]["rope_theta"] == 2_000_000
+    assert written["text_config"]["rope_local_base_freq"] == 20_000
+    assert written["text_config"]["rope_parameters"] == rope
+
+
 def test_libraries_stay_quiet_until_the_last_of_several_threads_is_done() -> None:
     """As where a checkpoint is still written when the final model is."""
     logging = transformers.utils.logging

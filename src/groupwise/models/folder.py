@@ -151,6 +151,8 @@ def _ends(entries: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _rewrite_config(config: dict[str, Any]) -> None:
+    if isinstance(text := config.get("text_config"), dict):  # of a model that sees images too
+        _rewrite_config(text)
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and "sliding_attention" in rope:  # Gemma 3: one set of rotary settings for each kind of layer
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
