@@ -17,6 +17,7 @@ __all__ = [
     "tiny_config",
     "write_sums",
     "write_tiny_llama",
+    "write_tiny_mixture",
     "write_tiny_qwen2",
     "write_tiny_tokenizer",
 ]
@@ -75,6 +76,16 @@ def write_tiny_qwen2(folder: Path, **shape: Any) -> Path:
     tiny = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 264,
             "max_position_embeddings": 512}  # fmt: skip
     return _write_tiny(Qwen2Config, folder, 1.0, **{**tiny, **shape})
+
+
+def write_tiny_mixture(folder: Path, **shape: Any) -> Path:
+    """A mixture of four experts, of which two compute a token. transformers 5 holds them as one tensor and writes them one by one."""
+    from transformers import Qwen3MoeConfig
+
+    tiny = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 264, "max_position_embeddings": 256,
+            "initializer_range": 0.2}  # fmt: skip
+    return _write_tiny(Qwen3MoeConfig, folder, 1.0, **{**tiny, **shape})
 
 
 def _write_tiny(kind: Any, folder: Path, stop_weight: float, **shape: Any) -> Path:

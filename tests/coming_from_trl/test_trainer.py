@@ -33,6 +33,7 @@ from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import CompletionLog, summary_in
 from groupwise.trl.parts import GivenOptimizer
 from groupwise.trl.rewards import combine
+from tests.tiny import write_tiny_mixture
 
 NAMES = {
     "loss", "grad_norm", "learning_rate", "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
@@ -710,6 +711,20 @@ def test_a_run_of_an_adapter_with_a_name_of_its_own_is_resumed(load_tiny, prompt
         model = peft.PeftModel.from_pretrained(load_tiny(), tmp_path / "adapter", adapter_name="policy", is_trainable=True)
         args = settings(output_dir=str(tmp_path / name), save_strategy="steps", save_steps=1, learning_rate=1e-2)
         return GRPOTrainer(model, letters, args, prompts)
+
+    whole, resumed = make("whole"), make("resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_run_of_a_model_whose_files_have_other_names_than_its_weights_is_resumed(prompts, letters, settings, tmp_path):
+    folder = write_tiny_mixture(tmp_path / "model")
+
+    def make(name):
+        saving = {"output_dir": str(tmp_path / name), "save_strategy": "steps", "save_steps": 1}
+        args = settings(learning_rate=1e-2, router_aux_loss_coef=0.0, **saving)
+        return GRPOTrainer(str(folder), letters, args, prompts)
 
     whole, resumed = make("whole"), make("resumed")
     whole.train()

@@ -20,6 +20,7 @@ from transformers.trainer_callback import TrainerState
 from groupwise.errors import CheckpointError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
+from groupwise.models.quiet import quiet
 from groupwise.models.saving import sync
 from groupwise.training.checkpoint import restore_state, take_snapshot, write_state
 from groupwise.training.checkpoint_folder import damage, put_back, put_in_place, read_state, seal
@@ -179,11 +180,20 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, local_first: boo
 
 
 def _load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
-    """Copy the weights into the tensors that are there: learner and sampler hold the same memory."""
+    """Copy the weights into the tensors that are there: learner and sampler hold the same memory.
+
+    Some architectures have other names in files than in memory, and experts one by one: these transformers reads, on the CPU."""
     saved: dict[str, Tensor] = {}
     for file in sorted(checkpoint.glob("model*.safetensors")):
         saved |= load_file(file)
-    for name, parameter in model.named_parameters():
+    present = dict(model.named_parameters())
+    if not present.keys() <= saved.keys():
+        with quiet():
+            whole, info = type(model).from_pretrained(checkpoint, dtype=model.dtype, output_loading_info=True)
+        if missing := sorted(info["missing_keys"]):
+            raise KeyError(missing[0])
+        saved = dict(whole.named_parameters())
+    for name, parameter in present.items():
         parameter.data.copy_(saved[name])
 
 
