@@ -22,7 +22,6 @@ from groupwise.episodes import Episodes, open_episodes, playing, render_episode
 from groupwise.episodes.environments import Environments
 from groupwise.errors import ConfigError, ModelError
 from groupwise.importing import looks_like_file
-from groupwise.models.adapters import load_trained
 from groupwise.models.folder import adapter_in
 from groupwise.models.load import Policy, load_policy, load_tokenizer, with_base
 from groupwise.tracking.text import visible
@@ -258,10 +257,9 @@ def load_to_ask(config: Config) -> Policy:
     from groupwise.engines.vllm.engine import check_vllm
 
     model, adapter = with_base(config.model)
-    if config.prompt.template_arguments and (said := unknown_arguments(load_tokenizer(model), config.prompt)):
+    if config.prompt.template_arguments and (said := unknown_arguments(load_tokenizer(model, adapter), config.prompt)):
         raise ModelError(said)
-    policy = load_policy(model)
-    policy = policy if adapter is None else load_trained(policy, adapter)
+    policy = load_policy(model, adapter=adapter)
     room = check_vllm(config.rollout, policy.model.config, policy.name) or policy.context_length
     return replace(policy, context_length=min(room, policy.context_length))
 

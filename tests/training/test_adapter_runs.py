@@ -5,11 +5,16 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from groupwise.chat import load_to_ask, settings_to_ask
 from groupwise.cli.app import app
+from groupwise.config.schema import LoraConfig, ModelConfig
+from groupwise.errors import ModelError
+from groupwise.models.load import load_policy
 from groupwise.training.loop import train
+from tests.tiny import LOWERS
 
 pytest.importorskip("peft")
 
@@ -89,6 +94,23 @@ def test_commands_read_an_adapter_s_checkpoint_with_the_model_under_it(go, tmp_p
         said = [CliRunner().invoke(app, ["generate", model, "hello"]) for model in (checkpoint, str(folder))]
         assert [one.exit_code for one in said] == [0, 0], said[0].output
         assert said[0].stdout == said[1].stdout != ""
+
+
+def test_the_tokenizer_beside_an_adapter_goes_with_it(tiny_folder, tmp_path):
+    """TRL and others write one there, with the chat template of the conversations that it was trained on."""
+    policy = load_policy(ModelConfig(name=str(tiny_folder), dtype="float32", device="cpu", lora=LoraConfig(rank=2)))
+    policy.model.save_pretrained(tmp_path / "adapter")
+    policy.tokenizer.chat_template = LOWERS
+    policy.tokenizer.save_pretrained(tmp_path / "adapter")
+    done = CliRunner().invoke(app, ["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")])
+    assert done.exit_code == 0, done.output
+    asked = load_to_ask(settings_to_ask(str(tmp_path / "adapter"))[0])
+    for tokenizer in (AutoTokenizer.from_pretrained(tmp_path / "merged"), asked.tokenizer):
+        assert tokenizer.chat_template == LOWERS
+    policy.tokenizer.add_tokens([f"new{n}" for n in range(9)])
+    policy.tokenizer.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"the tokenizer of '.*adapter' knows .* but the model embeds only"):
+        load_to_ask(settings_to_ask(str(tmp_path / "adapter"))[0])
 
 
 def test_what_cannot_be_merged_or_read_is_one_sentence(go, tmp_path):

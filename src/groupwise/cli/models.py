@@ -199,7 +199,6 @@ def merge(
       groupwise merge somebodys-adapter merged --base Qwen/Qwen2.5-1.5B-Instruct
     """
     from groupwise.errors import ModelError
-    from groupwise.models.adapters import load_trained
     from groupwise.models.embedded import fetch_model
     from groupwise.models.load import load_policy, save_model
 
@@ -209,8 +208,7 @@ def merge(
     config = _settings(folder, base)
     config.model.trust_remote_code = trust_remote_code
     fetch_model(config.model)
-    policy = load_policy(config.model)
-    save_model(load_trained(policy, folder), out)
+    save_model(load_policy(config.model, adapter=folder), out)
     typer.echo(f"{config.model.name} with the adapter of {folder} is in {out}")
 
 

@@ -69,7 +69,6 @@ def evaluate_model(
     from groupwise.engines.vllm.engine import check_vllm
     from groupwise.engines.wrappers import DealtEngine
     from groupwise.episodes import open_episodes, playing
-    from groupwise.models.adapters import load_trained
     from groupwise.models.load import (
         check_model,
         context_length,
@@ -88,7 +87,7 @@ def evaluate_model(
     system, style = resolve_system(config.prompt, config.data)
     held_out = load_held_out(config.data)
     problems = with_shots(held_out[: config.evaluation.problems], config, style)
-    tokenizer = load_tokenizer(model_config)
+    tokenizer = load_tokenizer(model_config, adapter)
     if said := unknown_arguments(tokenizer, config.prompt):  # a note alone: the settings are for all models that are judged
         logger.warning("%s: %s", model, said)
     hf_config = load_model_config(model_config)
@@ -97,9 +96,7 @@ def evaluate_model(
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(model_config)), open_agents)
     prompts = held_out_prompts(problems, tokenizer, config, system, room, episodes)
     world = world or World()
-    policy = load_policy(model_config)
-    if adapter is not None:
-        policy = load_trained(policy, adapter)
+    policy = load_policy(model_config, adapter=adapter)
     engine = playing(make_engine(policy, config.rollout, world=world, frozen=True), episodes)
     try:
         results = evaluate_stage(

@@ -28,6 +28,7 @@ from groupwise.models.adapters import (
     attach,
     base_module,
     is_adapted,
+    load_trained,
     merged,
     merged_state,
     peft_config_of,
@@ -155,18 +156,25 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
         return AutoConfig.from_pretrained(_source(config), **_origin(config))
 
 
-def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer. Without a pad token of its own it pads with an end token: masks never look at pad ids."""
+def load_tokenizer(config: ModelConfig, adapter: Path | None = None) -> Any:
+    """The model's tokenizer, or that beside its ``adapter``, which may have another chat template. Without a pad token of its own it pads
+    with an end token: masks never look at pad ids."""
+    source, origin = _source(config), _origin(config)
+    if _has_tokenizer(adapter):
+        source, origin = str(adapter), {"trust_remote_code": config.trust_remote_code}
     with _explained(config, "tokenizer"), quiet():
-        tokenizer = AutoTokenizer.from_pretrained(_source(config), **_origin(config))
+        tokenizer = AutoTokenizer.from_pretrained(source, **origin)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_policy(config: ModelConfig, device: str | torch.device | None = None, seed: int = 0) -> Policy:
+def load_policy(
+    config: ModelConfig, device: str | torch.device | None = None, seed: int = 0, adapter: Path | None = None
+) -> Policy:
     """Load weights and tokenizer. ``device`` overrides ``config.device``; on ``meta`` no weights are read, and there are only shapes.
-    ``seed``: a new adapter's weights are drawn from it.
+    ``seed``: a new adapter's weights are drawn from it. ``adapter``: the folder of a trained one, which goes on the model with the tokenizer
+    beside it, if any.
 
     Sampling settings of the checkpoint's generation_config (temperature, top-p, repetition penalty ...) are dropped: what is
     sampled must be the distribution that is scored.
@@ -176,7 +184,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None, s
         torch.cuda.set_device(target)  # Triton, graphs and figures of memory take the current device
     config = with_dtype(config)
     check_model(config)
-    hf_config, tokenizer = load_model_config(config), load_tokenizer(config)
+    hf_config, tokenizer = load_model_config(config), load_tokenizer(config, adapter)
     end_ids = end_token_ids(tokenizer, hf_config, generation_config(config))
     if not end_ids:
         raise ModelError(
@@ -192,7 +200,7 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None, s
         own_memory([*model.parameters(), *model.buffers()])
     if config.quantization == "none" and config.device_map is None and target.type != "meta":  # else it is where it belongs
         model.to(target)  # type: ignore[arg-type]  # transformers' annotation of this method hides its argument
-    _check_vocabulary(config, tokenizer, model)
+    _check_vocabulary(str(adapter) if _has_tokenizer(adapter) else config.name, tokenizer, model)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=list(end_ids), pad_token_id=tokenizer.pad_token_id
     )
@@ -200,11 +208,12 @@ def load_policy(config: ModelConfig, device: str | torch.device | None = None, s
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora is not None:
         model = attach(model, peft_config_of(config.lora), seed)
-    return Policy(model.eval(), tokenizer, end_ids, context_length(hf_config, tokenizer), config.name)
+    policy = Policy(model.eval(), tokenizer, end_ids, context_length(hf_config, tokenizer), config.name)
+    return policy if adapter is None else load_trained(policy, adapter)
 
 
 def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
-    """The base model of an adapter alone, such as a checkpoint's, and the adapter's folder for ``load_trained``.
+    """The base model of an adapter alone, such as a checkpoint's, and the adapter's folder for ``load_policy``.
     Any other as it is, and None."""
     if config.name == EMBEDDED_NAME or (adapter := adapter_in(Path(config.name).expanduser())) is None:
         return config, None
@@ -337,6 +346,10 @@ def _source(config: ModelConfig) -> str:
     return str(Path(config.name).expanduser()) if is_folder_name(config.name) else config.name
 
 
+def _has_tokenizer(adapter: Path | None) -> bool:
+    return adapter is not None and all((adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def _origin(config: ModelConfig) -> dict[str, Any]:
     origin: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.name != EMBEDDED_NAME and not is_folder_name(config.name):
@@ -419,11 +432,11 @@ def embeds_all(tokenizer: Any, rows: int) -> bool:
     return all(index < rows or index in spare for index in tokenizer.get_vocab().values())
 
 
-def _check_vocabulary(config: ModelConfig, tokenizer: Any, model: PreTrainedModel) -> None:
+def _check_vocabulary(name: str, tokenizer: Any, model: PreTrainedModel) -> None:
     rows = embedding_rows(model)
     if not embeds_all(tokenizer, rows):
         raise ModelError(
-            f"the tokenizer of {config.name!r} knows {len(tokenizer)} tokens, but the model embeds only {rows}: "
+            f"the tokenizer of {name!r} knows {len(tokenizer)} tokens, but the model embeds only {rows}: "
             "use the tokenizer that belongs to this model"
         )
 
