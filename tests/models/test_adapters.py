@@ -3,11 +3,13 @@
 import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config, LoraConfig
@@ -16,7 +18,7 @@ from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ModelError
-from groupwise.models.adapters import attach, base_module, is_adapted, peft_config_of, why_not_mergeable
+from groupwise.models.adapters import attach, base_module, is_adapted, load_trained, peft_config_of, why_not_mergeable
 from groupwise.models.load import Policy, save_model
 from groupwise.models.merging import added_up, dithered
 from groupwise.models.quantised import store_in_16_bits
@@ -193,6 +195,19 @@ def test_an_adapter_that_comes_trained_is_its_own_reference(tiny_llama):
         torch.testing.assert_close(reference.logprobs(batch), start, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(scorer.logprobs(batch), moved, atol=1e-5, rtol=1e-4)
     assert (moved - start).abs().max() > 1e-2
+
+
+def test_an_adapter_whose_weights_find_no_place_is_refused(tiny_llama, tmp_path: Path):
+    """peft warns of places without weights, and says nothing of weights without a place: the base was taken for what was trained."""
+    policy = adapted(tiny_llama(), target_modules=["q_proj"])
+    policy.model.save_pretrained(tmp_path)
+    load_trained(replace(policy, model=tiny_llama()), tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    others = {name.replace("q_proj", "v_proj"): tensor for name, tensor in saved.items()}
+    for changed, said in ((others, "missing adapter keys"), (saved | others, "no place for .*v_proj")):
+        save_file(changed, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ModelError, match=rf"does not fit tiny \(.*{said}.*--base"):
+            load_trained(replace(policy, model=tiny_llama()), tmp_path)
 
 
 def test_the_adapter_s_dropout_acts_in_learning_alone(tiny_llama):

@@ -8,6 +8,7 @@ the same with the adapter off.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import ModelError
+from groupwise.models.devices import has_device_map
 from groupwise.models.logprobs import Scored
 from groupwise.models.merging import is_adapted_layer, merged_weight
 from groupwise.models.module_scorer import ModuleScorer, Padded
@@ -125,8 +127,15 @@ def load_trained(policy: Any, folder: Path) -> Any:
     """``policy`` with the adapter that peft's ``save_pretrained`` wrote into ``folder``. Raises ModelError where it does not fit."""
     peft = require_peft()
     try:
-        model = peft.PeftModel.from_pretrained(policy.model, folder)
-    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")  # they would add nothing
+            model = peft.PeftModel.from_pretrained(policy.model, folder)
+        # It tells nobody which weights found no place. Of a model that lies on the disk in part not all places can be filled once more.
+        if not has_device_map(policy.model):
+            loaded = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
+            if loaded.unexpected_keys:
+                raise ValueError(f"no place for {loaded.unexpected_keys[0]}")
+    except (KeyError, OSError, RuntimeError, TypeError, UserWarning, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"the adapter in {folder} does not fit {policy.name} ({reason}): name its own base with --base"
