@@ -173,11 +173,18 @@ def test_an_adapter_that_was_worked_in_is_not_added_once_more(tiny_llama):
     assert "already" in (why_not_mergeable(policy.model) or "")
 
 
-def test_an_adapter_that_comes_trained_is_its_own_reference(tiny_llama):
-    policy = adapted(tiny_llama())
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"target_modules": ["q_proj", "embed_tokens"]}, {"trainable_token_indices": [7, 8]}],
+    ids=["layers", "embedding", "tokens"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_that_comes_trained_is_its_own_reference(tiny_llama, more):
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **more})
+    policy = Policy(attach(tiny_llama(), config).eval(), Plain(), (2,), 256, "tiny")
     with torch.no_grad():
         for name, p in policy.model.named_parameters():
-            if "lora_B" in name:
+            if any(part in name for part in ("lora_B", "lora_embedding_B", "tokens_delta")):
                 p.normal_(std=0.1)
     completion = (7, 8, 9, 2)
     with torch.no_grad():

@@ -160,8 +160,9 @@ class KeepsAdapter:
         self.adapted.add_adapter(_REFERENCE, config)
         weights = dict(self.adapted.named_parameters())
         for key, parameter in weights.items():
-            if f".{_REFERENCE}." in key:
-                parameter.data.copy_(weights[key.replace(f".{_REFERENCE}.", f".{name}.")].data)
+            parts = key.split(".")  # an embedding's factors and trained tokens end in the name
+            if _REFERENCE in parts:
+                parameter.data.copy_(weights[".".join(name if part == _REFERENCE else part for part in parts)].data)
                 parameter.requires_grad_(False)
         for parameter in trainable:
             parameter.requires_grad_(True)
@@ -302,7 +303,7 @@ class ReferenceWithoutAdapter:
         finally:
             model.set_adapter(active)
             for name, parameter in model.named_parameters():
-                if f".{_REFERENCE}." in name:
+                if _REFERENCE in name.split("."):
                     parameter.requires_grad_(False)
             for parameter in trainable:
                 parameter.requires_grad_(True)
