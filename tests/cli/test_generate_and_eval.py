@@ -14,14 +14,15 @@ from groupwise.chat import Speaker, answer_lines, load_to_ask, refuse_named_code
 from groupwise.cli.models import _settings, converse
 from groupwise.config import build_config, dump_config, load_config
 from groupwise.config.load import load_run_config
-from groupwise.config.schema import DataConfig, ModelConfig, PromptConfig
+from groupwise.config.schema import DataConfig, LoraConfig, ModelConfig, PromptConfig
 from groupwise.data.named import NAMED
 from groupwise.data.sources import load_held_out, load_problems, save_prepared
 from groupwise.durable import write_bytes
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError, ModelError
 from groupwise.evaluation.models import data_overrides
-from groupwise.models.load import with_base
+from groupwise.models.adapters import attach, peft_config_of
+from groupwise.models.load import load_policy, with_base
 from groupwise.training.start import _load
 from groupwise.types import Completion
 
@@ -353,6 +354,20 @@ def test_a_revision_stays_with_the_model_that_it_was_set_for(tiny_model, tmp_pat
         (adapter / "adapter_model.safetensors").write_bytes(b"")
         found, its = with_base(ModelConfig(name=str(adapter), revision="v2"))
         assert (found.name, found.revision, its is not None) == (base, revision, True)
+
+
+def test_the_revision_of_its_base_goes_with_an_adapter(tiny_model, tmp_path):
+    pytest.importorskip("peft")
+    policy = load_policy(ModelConfig(name=str(tiny_model), device="cpu"))
+    attach(policy.model, peft_config_of(LoraConfig(rank=2)), revision="v2").save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    written = json.loads(path.read_text())
+    assert written["revision"] == "v2"
+    for base, revision in (("Org/Model", "v2"), (str(tiny_model), None)):
+        path.write_text(json.dumps(written | {"base_model_name_or_path": base}))
+        assert with_base(ModelConfig(name=str(tmp_path)))[0].revision == revision
+        assert _settings(tmp_path, None).model.revision == revision
+    assert _settings(tmp_path, "Org/Other").model.revision is None
 
 
 def test_settings_that_trust_code_are_refused_by_train_before_anything_is_read(groupwise, planted, tmp_path):

@@ -230,19 +230,23 @@ def _settings(folder: Path, base: str | None) -> Config:
     from groupwise.config import load_config
     from groupwise.config.load import load_run_config
     from groupwise.errors import ModelError
+    from groupwise.models.folder import is_folder_name
 
     run = run_of(folder, alone=True)
-    named = [f"model.name={base}"] if base else []
     if run is not None:
         config = load_run_config(run, ["model.lora=null"])
         same = not base or base == config.model.name
-        return config if same else load_run_config(run, ["model.lora=null", "model.revision=null", *named])
+        return config if same else load_run_config(run, ["model.lora=null", "model.revision=null", f"model.name={base}"])
     try:
-        base_name = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base_name, revision = about.get("base_model_name_or_path"), about.get("revision")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{folder / 'adapter_config.json'} cannot be read ({error}): take a whole copy of the adapter"
         ) from error
-    if not named and not base_name:
+    if base:
+        return load_config(None, {"model.name": base})
+    if not base_name:
         raise ModelError(f"the adapter in {folder} does not say which model it belongs to: name it with --base")
-    return load_config(None, named or [f"model.name={base_name}"])
+    pinned = {"model.revision": revision} if revision and not is_folder_name(str(base_name)) else {}
+    return load_config(None, {"model.name": str(base_name), **pinned})

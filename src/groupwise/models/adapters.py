@@ -79,8 +79,9 @@ def peft_config_of(config: LoraConfig) -> Any:
     )
 
 
-def attach(model: Any, peft_config: Any, seed: int = 0) -> Any:
-    """Put a new adapter on ``model`` and freeze the rest. Its weights are drawn from ``seed``; at first it changes nothing.
+def attach(model: Any, peft_config: Any, seed: int = 0, revision: str | None = None) -> Any:
+    """Put a new adapter on ``model`` and freeze the rest. Its weights are drawn from ``seed``; at first it changes nothing. ``revision``: the
+    model's on the Hub, which goes with the adapter.
 
     Raises ModelError where peft is missing, the model has an adapter already, peft refuses the config, or it adapts one of two ends that
     are one tensor.
@@ -99,7 +100,7 @@ def attach(model: Any, peft_config: Any, seed: int = 0) -> Any:
         tied = None not in ends and ends[0].weight is ends[1].weight
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            adapted = peft.get_peft_model(model, peft_config)
+            adapted = peft.get_peft_model(model, peft_config, revision=revision)
     except (TypeError, ValueError) as error:
         raise ModelError(f"the adapter does not fit this model ({' '.join(str(error).split())}): fix target_modules") from error
     outside = (base_module(adapted).get_input_embeddings(), base_module(adapted).get_output_embeddings())

@@ -64,15 +64,17 @@ def adapter_in(folder: Path) -> Path | None:
     return next((place.resolve() for place in places if (place / "adapter_config.json").is_file()), None)
 
 
-def base_of(adapter: Path) -> str:
-    """The model under the adapter in this folder: a name or a folder. Raises ModelError where it does not say."""
-    base = _read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
+def base_of(adapter: Path) -> tuple[str, str | None]:
+    """The model under the adapter in this folder, a name or a folder, and its revision on the Hub, if any. Raises ModelError where it does
+    not say."""
+    config = _read_json(adapter / "adapter_config.json")
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
         raise ModelError(
             f"the adapter in {adapter} does not say which model it belongs to: make a whole model of it with "
             f"`groupwise merge {adapter} NEW_FOLDER --base MODEL`"
         )
-    return base
+    return base, str(revision) if revision else None
 
 
 def stored_quantisation(config: Mapping[str, Any]) -> str:

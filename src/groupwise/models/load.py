@@ -207,7 +207,7 @@ def load_policy(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.lora is not None:
-        model = attach(model, peft_config_of(config.lora), seed)
+        model = attach(model, peft_config_of(config.lora), seed, config.revision)
     policy = Policy(model.eval(), tokenizer, end_ids, context_length(hf_config, tokenizer), config.name)
     return policy if adapter is None else load_trained(policy, adapter)
 
@@ -217,10 +217,10 @@ def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
     Any other as it is, and None."""
     if config.name == EMBEDDED_NAME or (adapter := adapter_in(Path(config.name).expanduser())) is None:
         return config, None
-    base = base_of(adapter)
+    base, own = base_of(adapter)
     if Path(base).name == embedded_folder().name and not Path(base).is_dir():  # made on another machine
         base = EMBEDDED_NAME
-    revision = None if base == EMBEDDED_NAME or is_folder_name(base) else config.revision
+    revision = None if base == EMBEDDED_NAME or is_folder_name(base) else config.revision or own
     return config.model_copy(update={"name": base, "revision": revision, "lora": None}), adapter
 
 

@@ -377,7 +377,8 @@ def make_policy(
         policy = _with_tokenizer(policy, tokenizer)
     _refuse_auxiliary_loss(policy.model, args)
     if peft_config is not None:
-        policy = replace(policy, model=attach(policy.model, peft_config, args.seed).eval())
+        revision = config.revision if isinstance(model, str) else None
+        policy = replace(policy, model=attach(policy.model, peft_config, args.seed, revision).eval())
     if args.disable_dropout and is_adapted(policy.model):
         for name, module in policy.model.named_modules():
             if "lora_dropout" in name and isinstance(module, torch.nn.Dropout):
