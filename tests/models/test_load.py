@@ -38,6 +38,7 @@ from groupwise.models.load import (
     context_length,
     embeds_all,
     end_token_ids,
+    leaves_experts,
     load_model_config,
     load_policy,
     load_tokenizer,
@@ -45,6 +46,7 @@ from groupwise.models.load import (
     save_model,
 )
 from groupwise.models.quiet import quiet
+from tests.tiny import write_tiny_mixture
 
 QWEN_ROWS = 151_936  # embedding rows of the real Qwen2.5 models
 IM_END, ENDOFTEXT = 151_645, 151_643
@@ -437,3 +439,17 @@ def test_an_adapter_without_the_package_peft_is_refused_without_its_weights(tiny
     check_adapter(ModelConfig(name=str(tmp_path)))
     with pytest.raises(ModelError, match=r"needs the package peft, .* pip install 'groupwise\[peft\]'"):
         check_adapter(ModelConfig(name=str(tmp_path), lora=LoraConfig()))
+
+
+def test_experts_that_few_bits_would_not_reach_are_refused(tiny_llama, tmp_path):
+    pytest.importorskip("transformers", minversion="5", reason="before, experts are linear layers")
+    pytest.importorskip("peft")
+    tiny_llama().config.save_pretrained(tmp_path / "dense")
+    mixture, dense = (
+        ModelConfig(name=str(folder), lora=LoraConfig()) for folder in (write_tiny_mixture(tmp_path / "mixture"), tmp_path / "dense")
+    )
+    assert [leaves_experts(config) for config in (mixture, dense)] == [True, False]
+    check_adapter(mixture)
+    check_adapter(dense.model_copy(update={"quantization": "4bit"}))
+    with pytest.raises(ModelError, match=r"model.quantization is 4bit, but the experts of .*: leave it out"):
+        check_adapter(mixture.model_copy(update={"quantization": "4bit"}))

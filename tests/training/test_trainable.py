@@ -8,7 +8,7 @@ from groupwise.config.combinations import notes
 from groupwise.config.schema import Config
 from groupwise.errors import ConfigError
 from groupwise.training.setup import prepare
-from tests.tiny import tiny_config, write_tiny_llama
+from tests.tiny import tiny_config, write_tiny_llama, write_tiny_mixture
 
 
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
@@ -43,6 +43,13 @@ def test_a_base_that_bitsandbytes_has_quantised_already_is_taken_as_one_that_is_
     path = write_tiny_llama(tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": IN_4_BITS}))
     assert prepare(tiny_config(tmp_path, sums, model={"lora": {"rank": 4}})).config.model.quantization == "4bit"
+
+
+def test_experts_that_an_adapter_leaves_alone_are_told(tmp_path, sums):
+    pytest.importorskip("transformers", minversion="5", reason="before, experts are linear layers")
+    for folder, leaves in ((write_tiny_mixture(tmp_path / "mixture"), True), (write_tiny_llama(tmp_path / "dense"), False)):
+        found = prepare(tiny_config(folder, sums, model={"lora": {"rank": 4}})).notes
+        assert any("leaves the experts" in note for note in found) == leaves
 
 
 def test_a_rate_for_all_weights_is_told_where_an_adapter_is_trained():

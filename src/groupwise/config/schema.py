@@ -92,7 +92,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. The command alone can grant it, no file."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
-    """Bits of the frozen projections: 0.52 bytes a weight (QLoRA), or one. Needs `lora` and the package bitsandbytes."""
+    """Bits of the frozen projections: 0.52 bytes a weight (QLoRA), or one. Needs `lora` and the package bitsandbytes. Not for
+    mixtures of experts with transformers 5."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter, such as `{rank: 16, alpha: 32}`, at about ten times the learning rate. Null trains all weights."""
 

@@ -37,7 +37,7 @@ from groupwise.models.adapters import (
 )
 from groupwise.models.devices import check_device_map, device_map_arguments, input_device, remove_with, with_dtype
 from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
-from groupwise.models.families import FAMILIES, longrope_positions
+from groupwise.models.families import FAMILIES, experts_of, longrope_positions
 from groupwise.models.folder import (
     adapter_in,
     base_of,
@@ -64,6 +64,7 @@ __all__ = [
     "embeds_all",
     "end_token_ids",
     "generation_config",
+    "leaves_experts",
     "load_model_config",
     "load_policy",
     "load_tokenizer",
@@ -132,10 +133,15 @@ def check_model(config: ModelConfig) -> None:
 
 def check_adapter(config: ModelConfig) -> None:
     """Raise ModelError where ``model.lora`` names a layer that the model lacks: peft leaves such names out without a word, unless no name
-    is left. Reads no weights."""
+    is left. And where ``model.quantization`` would leave out nearly all weights. Reads no weights."""
     if config.lora is None:
         return
     require_peft()
+    if config.quantization != "none" and leaves_experts(config):
+        raise ModelError(
+            f"model.quantization is {config.quantization}, but the experts of {config.name}, which are nearly all of its weights, are no "
+            "linear layers and would stay as they are: leave it out, or name a dense model"
+        )
     targets = config.lora.target_modules
     if targets == "all-linear":
         return
@@ -148,6 +154,15 @@ def check_adapter(config: ModelConfig) -> None:
                 f"model.lora.target_modules has {target!r}, but no layer of {config.name} is called so: use all-linear, or some of "
                 f"{', '.join(known)}"
             )
+
+
+def leaves_experts(config: ModelConfig) -> bool:
+    """Whether the model is a mixture whose experts are one tensor in each layer, as transformers 5 holds most: neither bitsandbytes nor
+    ``all-linear`` looks into it. Reads no weights."""
+    if experts_of(load_model_config(config).to_dict()) < 2:
+        return False
+    model = _without_weights(with_dtype(config), None)
+    return any("expert" in name and parameter.dim() == 3 for name, parameter in model.named_parameters())
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:

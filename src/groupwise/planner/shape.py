@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
-from groupwise.models.families import FAMILIES, longrope_positions, why_uncovered
+from groupwise.models.families import FAMILIES, experts_of, longrope_positions, why_uncovered
 from groupwise.models.folder import is_folder_name, refused_by_hub, stored_quantisation
 
 __all__ = ["KNOWN_SHAPES", "ModelShape", "find_shape", "shape_of_config"]
@@ -24,7 +24,6 @@ _COUNTED = (
 """Architectures whose weights were counted here and by transformers, with the same result to 0.1%."""
 _UNNAMED_CONTEXT = 2**20
 """What training takes where neither config nor tokenizer names one."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +236,7 @@ def shape_of_config(values: Any, name: str) -> ModelShape:
     text = values.get("text_config") or values
     architecture = str(text.get("model_type") or values.get("model_type"))
     text = {**_LEFT_OUT.get(architecture, {}), **text}
-    experts = max((found for name in _EXPERTS if isinstance(found := text.get(name), int)), default=0)
-    if experts > 1:
+    if (experts := experts_of(text)) > 1:
         raise ModelError(
             f"the model {name!r} (type {architecture!r}) is a mixture of {experts} experts, whose weights and passes plan does not count: "
             "name a dense model, or try the run with `groupwise bench`"

@@ -45,6 +45,7 @@ from groupwise.models.load import (
     context_length,
     end_token_ids,
     generation_config,
+    leaves_experts,
     load_model_config,
     load_tokenizer,
     resolve_device,
@@ -233,6 +234,7 @@ def _notes(
     lean = why_uncovered(hf_config) is None and not (config.model.lora and config.model.lora.dropout)
     conditional = [
         attention_note(config.model.attention, hf_config.model_type) if lean else None,
+        _note_on_experts(config),
         _note_on_idle_gpus(config, processes),
         note_on_date(tokenizer, config.prompt),
         f"{short.sentence}: {SHORT_OF_MEMORY}" if short is not None else None,
@@ -267,6 +269,15 @@ def _with_steps(config: Config, problems: int) -> Config:
     steps = math.ceil(passes)
     training = config.training.model_copy(update={"steps": steps, "epochs": None})
     return Config(**{name: getattr(config, name) for name in type(config).model_fields} | {"training": training})
+
+
+def _note_on_experts(config: Config) -> str | None:
+    if config.model.lora is None or config.model.lora.target_modules != "all-linear" or not leaves_experts(config.model):
+        return None
+    return (
+        f"model.lora.target_modules=all-linear leaves the experts of {config.model.name} as they are, which are no linear layers: the "
+        "adapter goes on the layers that all tokens pass through."
+    )
 
 
 def _note_on_idle_gpus(config: Config, processes: int) -> str | None:

@@ -12,10 +12,17 @@ from groupwise.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["FAMILIES", "Family", "Settings", "longrope_positions", "why_uncovered"]
+__all__ = ["FAMILIES", "Family", "Settings", "experts_of", "longrope_positions", "why_uncovered"]
 
 FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA3)}
 """By transformers' ``model_type``."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def experts_of(settings: Settings) -> int:
+    """Experts of a layer of a mixture; 1 or 0 of a dense model. ``settings``: by name, of the text model or of what wraps it."""
+    text = settings.get("text_config") or settings
+    return max((found for name in _EXPERTS if isinstance(found := text.get(name), int)), default=0)
 
 
 def longrope_positions(settings: Settings) -> int | None:
