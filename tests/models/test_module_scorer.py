@@ -123,7 +123,8 @@ def tiny_xlstm() -> Any:
 
 
 def tiny_gemma3_with_images() -> Any:
-    seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen |= {"image_size": 28, "patch_size": 14}
     text = {**SMALL, "head_dim": 8, "max_position_embeddings": 256, "sliding_window": 8, "pad_token_id": 0}
     return random_model(Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4))
 

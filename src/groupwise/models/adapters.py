@@ -80,8 +80,8 @@ def peft_config_of(config: LoraConfig) -> Any:
 
 
 def attach(model: Any, peft_config: Any, seed: int = 0, revision: str | None = None) -> Any:
-    """Put a new adapter on ``model`` and freeze the rest. Its weights are drawn from ``seed``; at first it changes nothing. ``revision``: the
-    model's on the Hub, which goes with the adapter.
+    """Put a new adapter on ``model`` and freeze the rest. Its weights are drawn from ``seed``; at first it changes nothing.
+    ``revision``: the model's on the Hub, which goes with the adapter.
 
     Raises ModelError where peft is missing, the model has an adapter already, peft refuses the config, or it adapts one of two ends that
     are one tensor.

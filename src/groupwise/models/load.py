@@ -188,8 +188,8 @@ def load_policy(
     config: ModelConfig, device: str | torch.device | None = None, seed: int = 0, adapter: Path | None = None
 ) -> Policy:
     """Load weights and tokenizer. ``device`` overrides ``config.device``; on ``meta`` no weights are read, and there are only shapes.
-    ``seed``: a new adapter's weights are drawn from it. ``adapter``: the folder of a trained one, which goes on the model with the tokenizer
-    beside it, if any.
+    ``seed``: a new adapter's weights are drawn from it. ``adapter``: the folder of a trained one, which goes on the model, with the
+    tokenizer beside it, if any.
 
     Sampling settings of the checkpoint's generation_config (temperature, top-p, repetition penalty ...) are dropped: what is
     sampled must be the distribution that is scored.
