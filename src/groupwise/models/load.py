@@ -175,8 +175,8 @@ def load_tokenizer(config: ModelConfig, adapter: Path | None = None) -> Any:
     """The model's tokenizer, or that beside its ``adapter``, which may have another chat template. Without a pad token of its own it pads
     with an end token: masks never look at pad ids."""
     source, origin = _source(config), _origin(config)
-    if _has_tokenizer(adapter):
-        source, origin = str(adapter), {"trust_remote_code": config.trust_remote_code}
+    if _has_tokenizer(adapter):  # without a config.json, by which transformers knows the tokenizer's class
+        source, origin = str(adapter), {"trust_remote_code": config.trust_remote_code, "config": load_model_config(config)}
     with _explained(config, "tokenizer"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(source, **origin)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
