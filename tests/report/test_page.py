@@ -115,7 +115,9 @@ def test_scores_say_how_they_were_taken(tmp_path):
     rows = [{"mode": "sampled", "conditions": {}}, {"mode": "greedy", "conditions": 5}, {"mode": "sampled", "conditions": told}]
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"evaluations": rows, "greedy_evaluations": {"mode": 1}}))
     greedy, sampled = sorted(parts(write_report([tmp_path / "run"]).path)[0]["runs"][0]["asked"])
-    assert "of each of 40 of the 60 problems from sums ?; bare text, answer in \\boxed{}, 2 shots; " in sampled, "as the run had it"
+    assert "of each of 40 of the 60 problems from sums ?; bare text, answer in \\boxed{}, 2 shots; " in sampled, (
+        "as the run had it"
+    )
     assert "of each of 40 problems from arithmetic" in greedy
     (tmp_path / "run" / "config.yaml").unlink()
     data, _, _ = parts(write_report([tmp_path / "run"]).path)
@@ -162,7 +164,9 @@ def test_several_samples_of_a_problem_are_compared_as_the_summary_does(tmp_path)
 
 
 def test_stages_with_other_reference_answers_are_not_compared(tmp_path):
-    folder = write_run(tmp_path / "run", Story(metrics=lambda step, p: {"reward/mean": 1.0 + 2 * p}, evaluations=[("base", 0.9), ("final", 0.1)]))
+    folder = write_run(
+        tmp_path / "run", Story(metrics=lambda step, p: {"reward/mean": 1.0 + 2 * p}, evaluations=[("base", 0.9), ("final", 0.1)])
+    )
     before = parts(write_report([folder]).path)[0]["runs"][0]
     assert [c["broken"] for c in before["comparisons"]] == [32, 32]
     assert {"reward-hacking", "answers-lost"} <= {finding["rule"] for finding in before["findings"]}

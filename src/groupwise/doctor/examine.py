@@ -43,7 +43,8 @@ def diagnose_settings(config: Config) -> list[Finding]:
 def diagnose_prepared(prepared: Prepared) -> list[Finding]:
     from groupwise.models.devices import with_dtype
 
-    here = prepared.config.model_copy(update={"model": with_dtype(prepared.config.model)})  # as a run on this machine would have it
+    # The settings as a run on this machine would have them.
+    here = prepared.config.model_copy(update={"model": with_dtype(prepared.config.model)})
     return ordered([*ask("settings", here), *ask("problems", prepared.problems), *ask("rehearsal", Rehearsal(prepared))])
 
 

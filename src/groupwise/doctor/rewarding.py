@@ -182,7 +182,7 @@ def by_the_environment(run: RunRecord) -> str:
     if run.config is None or run.config.rollout.environment is None or not calls or any(map(any, calls)):
         return ""
     limit = run.config.rollout.tool_timeout_s
-    return f": no reward function failed, but the environment, which raised or took longer than rollout.tool_timeout_s = {limit:g}"
+    return f": no reward function failed, but the environment, which raised or took longer than rollout.tool_timeout_s={limit:g}"
 
 
 def judged_in_part(run: RunRecord) -> Evidence | None:

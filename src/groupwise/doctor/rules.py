@@ -147,8 +147,8 @@ RULES: tuple[Rule, ...] = (
         "reward-failing", "run", "A reward function, or the environment, fails", "warning", rewarding.failing,
         "Such groups are left out of the update (rewards.on_error: skip): they cost their sampling and teach nothing, and what is "
         "left out is seldom a fair sample.",
-        "The terminal names function or environment, problem and cause of each. Fix the function, or raise rewards.timeout_s if it is slow; "
-        "of an environment, fix its step, or raise rollout.tool_timeout_s.",
+        "The terminal names function or environment, problem and cause of each. Fix the function, or raise rewards.timeout_s if it is "
+        "slow; of an environment, fix its step, or raise rollout.tool_timeout_s.",
         at_once=True,
     ),
     Rule(

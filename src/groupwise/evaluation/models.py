@@ -224,7 +224,9 @@ def check_replaced(out: Path, asked: Collection[tuple[str, str]]) -> None:
     try:
         lines = PartialRecords.read(out)
     except DataError as error:
-        raise DataError(f"--out {str(out)!r} would be replaced, and has no records ({error}): name another, or delete it") from error
+        raise DataError(
+            f"--out {str(out)!r} would be replaced, and has no records ({error}): name another, or delete it"
+        ) from error
     refuse_to_lose(out, lines, asked)
 
 
