@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
+from groupwise.data.answers import AnswerStyle
 from groupwise.data.latex import latex_failures, renew_budget
 from groupwise.errors import RewardError
 from groupwise.metrics import Metric, Sum
@@ -70,7 +71,7 @@ class RewardSuite:
     def __init__(
         self,
         rewards: Sequence[LoadedReward],
-        answer_style: str,
+        answer_style: AnswerStyle,
         on_error: Literal["stop", "skip"] = "stop",
         timeout_s: float | None = 60.0,
         *,
@@ -99,7 +100,7 @@ class RewardSuite:
     def from_config(
         cls,
         config: RewardsConfig,
-        answer_style: str,
+        answer_style: AnswerStyle,
         extra: Mapping[str, RewardFunction] | None = None,
         *,
         max_completion_tokens: int | None = None,
