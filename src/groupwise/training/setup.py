@@ -67,8 +67,6 @@ __all__ = ["LazyPrompts", "Prepared", "prepare"]
 
 Render = Callable[[Problem], Prompt]
 StartTogether = Callable[[Sequence[Problem]], None]
-_FIRST = 4
-"""Prompts that are looked at for what they ask."""
 
 
 class LazyPrompts(Sequence[Prompt]):
@@ -203,7 +201,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         episodes=episodes,
         context_length=context,
         notes=[
-            *_notes_on_prompts(config, train, answer_style),
+            *_notes_on_prompts(config, [train[0], train[wordiest]], answer_style),  # which are rendered already
             *_note_on_tools(episodes),
             *_notes(config, suite, hf_config, tokenizer, processes or world_size(), dropped, short, folder),
         ],
@@ -211,12 +209,11 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     )
 
 
-def _notes_on_prompts(config: Config, train: LazyPrompts, style: AnswerStyle) -> list[str]:
-    """What the first prompts show too little of; of an episode only one is looked at, whose beginning may take long."""
+def _notes_on_prompts(config: Config, prompts: Sequence[Prompt], style: AnswerStyle) -> list[str]:
+    """What some of the training prompts show too little of."""
     if not has_answers(config.data):
         return []
-    first = train.take(range(1 if config.rollout.has_episodes else min(_FIRST, len(train))))
-    return [note for note in (note_on_place(first, style), note_on_options(first[0])) if note]
+    return [note for note in (note_on_place(prompts, style), note_on_options(prompts[0])) if note]
 
 
 def _note_on_tools(episodes: Episodes | None) -> list[str]:
