@@ -167,11 +167,15 @@ def test_an_agent_s_own_tools_are_described_and_their_results_are_context(tokeni
     assert (completion.finish_reason, completion.answer, completion.reward) == ("stop", "It is 5.", None)
 
 
-@pytest.mark.parametrize(("order", "name"), [("calls[::-1]", 'call["id"]'), ("calls", "None"), ("calls", '"f"'), ("calls", 'calls[0]["id"]')])
+@pytest.mark.parametrize(
+    ("order", "name"), [("calls[::-1]", 'call["id"]'), ("calls", "None"), ("calls", '"f"'), ("calls", 'calls[0]["id"]')]
+)
 def test_results_of_several_calls_are_told_apart_by_their_ids(tokenizer, agent, order, name):
     """Tools that run side by side end in any order. What names no call, or one twice, goes by place."""
     engine = says(tokenizer, "<call>add(2, 3)</call><call>add(1, 1)</call>", "It is 5.")
-    program = TOOLS.replace("for call in calls:", f"for call in {order}:").replace('tool_call_id=call["id"]', f"tool_call_id={name}")
+    program = TOOLS.replace("for call in calls:", f"for call in {order}:").replace(
+        'tool_call_id=call["id"]', f"tool_call_id={name}"
+    )
     ((completion,),), _ = played(engine, tokenizer, agent(program))
     assert completion.finish_reason == "stop"
     assert sorted((c.arguments["a"], c.arguments["b"], c.result) for c in completion.calls) == [(1, 1, "2"), (2, 3, "5")]
@@ -409,7 +413,9 @@ def test_a_program_whose_output_cannot_be_read_is_ended_and_says_why(tokenizer, 
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(agents, "selectors", SimpleNamespace(DefaultSelector=fails))
-    with pytest.raises(TrainingError, match=r"it ended with exit status -9 before it asked: what .* cannot be read .*Too many open files"):
+    with pytest.raises(
+        TrainingError, match=r"it ended with exit status -9 before it asked: what .* cannot be read .*Too many open files"
+    ):
         played(says(tokenizer, "a"), tokenizer, agent("import time\ntime.sleep(600)\n"))
 
 

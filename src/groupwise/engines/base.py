@@ -96,8 +96,8 @@ def refuse_unknown(prompts: Sequence[Prompt], rows: int) -> None:
     for prompt in prompts:
         if not prompt.token_ids:
             raise ModelError(
-                f"the prompt of problem {prompt.problem.id!r} has no tokens, but a completion must follow some: give the row a text, or the "
-                "run a system prompt (prompt.system)"
+                f"the prompt of problem {prompt.problem.id!r} has no tokens, but a completion must follow some: give the row a text, or "
+                "the run a system prompt (prompt.system)"
             )
         if (largest := max(prompt.token_ids)) >= rows:
             raise ModelError(

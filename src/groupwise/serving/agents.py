@@ -89,8 +89,8 @@ def _allow_files(programs: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if (left := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < wanted:
         logger.warning(
-            "%d agents at once may need %d open files, but this process may have %d: raise the limit before the run (`ulimit -n %d`), or lower "
-            "rollout.prompts_per_step and evaluation.problems",
+            "%d agents at once may need %d open files, but this process may have %d: raise the limit before the run (`ulimit -n %d`), "
+            "or lower rollout.prompts_per_step and evaluation.problems",
             programs, wanted, left, wanted,
         )  # fmt: skip
 

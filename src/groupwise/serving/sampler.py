@@ -226,14 +226,12 @@ class Sampler:
             self._take(choice, completion.token_ids[known:], completion.logprobs[known:])
 
     def _should_break(self, batch: Sequence[Choice]) -> bool:
-        """Whether somebody waits for other requests than those of ``batch``, which take turns with it, or for a choice that could join them."""
+        """Whether another request than those of ``batch`` waits, to take turns with it, or a choice that could join what is left."""
         with self._changed:
             waiting = [choice for choice in self._open if choice not in batch]
         left = [choice for choice in batch if choice.wanted and choice.finish_reason is None]
         served = {choice.on_news for choice in left}  # choices of one request wait for each other anyway
-        return any(
-            one.on_news not in served or _positions([*left, one]) <= BATCH_TOKENS for one in waiting if one.wanted
-        )
+        return any(one.on_news not in served or _positions([*left, one]) <= BATCH_TOKENS for one in waiting if one.wanted)
 
     def _take(self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append what was sampled, as far as the choice goes."""

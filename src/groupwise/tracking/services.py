@@ -219,12 +219,20 @@ class WandbTracker(NumericTracker):
 
         super().__init__(done)
         # Its metadata would hold the command as it was typed, with whatever keys stand in it; environment.json has it without them.
-        quiet = {"init_timeout": START_TIMEOUT_S, "console": "off", "silent": True, "x_disable_stats": True, "x_disable_meta": True}
+        quiet = {
+            "init_timeout": START_TIMEOUT_S,
+            "console": "off",
+            "silent": True,
+            "x_disable_stats": True,
+            "x_disable_meta": True,
+        }
         try:
             settings = wandb.Settings(**quiet, reinit="create_new")
         except ValueError as error:  # before 0.19.10
             if wandb.run is not None:
-                raise RuntimeError("a run of wandb is active here already: finish it, or install wandb 0.19.10 or newer") from error
+                raise RuntimeError(
+                    "a run of wandb is active here already: finish it, or install wandb 0.19.10 or newer"
+                ) from error
             settings = wandb.Settings(**quiet)
         offline = config.output.offline or os.environ.get("WANDB_MODE") == "offline"
         # `wandb sync` sends each part of a run that was resumed offline as a whole run: by the same id it would replace the ones before.
