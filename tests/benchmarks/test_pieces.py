@@ -275,7 +275,9 @@ def test_the_figure_of_learning_has_a_line_for_every_run(tmp_path: Path) -> None
     assert all(word in text for word in ("groupwise, 3 seeds", "trl, 3 seeds", "minutes of training", "thousand sampled tokens"))
 
 
-@pytest.mark.parametrize("name", ["learning", "learning-each-its-best", "learning-amx", "learning-float32", "learning-avx2", "learning-gsm8k-1.5b-cpu"])
+@pytest.mark.parametrize(
+    "name", ["learning", "learning-each-its-best", "learning-amx", "learning-float32", "learning-avx2", "learning-gsm8k-1.5b-cpu"]
+)
 def test_the_results_page_shows_what_was_measured_against_trl(name: str) -> None:
     numbers = read_numbers(name)
     assert read_block(learning.EXPERIMENT.page, name) == learning.report(numbers)

@@ -446,7 +446,8 @@ def test_experts_that_few_bits_would_not_reach_are_refused(tiny_llama, tmp_path)
     pytest.importorskip("peft")
     tiny_llama().config.save_pretrained(tmp_path / "dense")
     mixture, dense = (
-        ModelConfig(name=str(folder), lora=LoraConfig()) for folder in (write_tiny_mixture(tmp_path / "mixture"), tmp_path / "dense")
+        ModelConfig(name=str(folder), lora=LoraConfig())
+        for folder in (write_tiny_mixture(tmp_path / "mixture"), tmp_path / "dense")
     )
     assert [leaves_experts(config) for config in (mixture, dense)] == [True, False]
     check_adapter(mixture)

@@ -108,7 +108,9 @@ def test_a_model_that_is_merged_at_once_is_merged_in_the_machine_s_memory(tmp_pa
     text = {"model_type": "gemma3_text", **sizes}
     for config in ({"model_type": "phi3", **sizes}, {"model_type": "gemma3", "text_config": text}, text):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        made = [setup(LORA, f"model.name={tmp_path}", "rollout.max_completion_tokens=8", device=device) for device in ("cpu", "cuda")]
+        made = [
+            setup(LORA, f"model.name={tmp_path}", "rollout.max_completion_tokens=8", device=device) for device in ("cpu", "cuda")
+        ]
         found = [[i.name for p in phases(one) if p.name == "final model" for i in p.items] for one in made]
         assert ["merged copy" in names for names in found] == [config is not text, False]
 

@@ -409,7 +409,7 @@ def test_files_that_are_quantised_already_are_planned_as_such(tmp_path):
     few = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (tmp_path / "few" / "config.json").write_text(json.dumps(config | few))
     assert weights(tmp_path / "few") == weights(tmp_path / "plain", "model.quantization=4bit") < weights(tmp_path / "plain")
-    with pytest.raises(ConfigError, match="quantised .* model.lora is null"):
+    with pytest.raises(ConfigError, match=r"quantised .* model\.lora is null"):
         weights(tmp_path / "few", "model.lora=null")
 
 

@@ -182,14 +182,16 @@ def restore(checkpoint: Path, policy: Policy, learner: Learner, local_first: boo
 def _load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
     """Copy the weights into the tensors that are there: learner and sampler hold the same memory.
 
-    Some architectures have other names in files than in memory, and experts one by one: these transformers reads, on the CPU."""
+    Some architectures have other names in files than in memory, and experts one by one: these transformers reads, on the CPU.
+    """
     saved: dict[str, Tensor] = {}
     for file in sorted(checkpoint.glob("model*.safetensors")):
         saved |= load_file(file)
     present = dict(model.named_parameters())
     if not present.keys() <= saved.keys():
         with quiet():
-            whole, info = type(model).from_pretrained(checkpoint, dtype=model.dtype, output_loading_info=True)
+            load: Any = type(model).from_pretrained
+            whole, info = load(checkpoint, dtype=model.dtype, output_loading_info=True)
         if missing := sorted(info["missing_keys"]):
             raise KeyError(missing[0])
         saved = dict(whole.named_parameters())

@@ -48,13 +48,13 @@ def test_completions_come_from_the_policy_with_its_log_probabilities(serve, engi
 def test_a_temperature_that_vllm_would_replace_is_refused(serve, engine_over, tiny_llama, make_prompts):
     """It samples at 0.01 in place of lower ones, and the log-probabilities would be those of another distribution."""
     engine, prompts = engine_over(serve(tiny_llama()), tiny_llama()), make_prompts([3])
-    with pytest.raises(ConfigError, match="temperature is 0.005, but vLLM samples at 0.01"):
+    with pytest.raises(ConfigError, match=r"temperature is 0\.005, but vLLM samples at 0\.01"):
         engine.sample(prompts, 1, SamplingSettings(max_tokens=2, temperature=0.005), seed=3, scope="s")
     for settings in ({"temperature": 0.01}, {"temperature": 0.005, "greedy": True}):
         assert len(engine.sample(prompts, 1, SamplingSettings(max_tokens=2, **settings), seed=3, scope="s")) == 1
-    with pytest.raises(ConfigError, match=r"rollout.temperature is 0.005, but vLLM samples at 0.01"):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.005, but vLLM samples at 0\.01"):
         Config(rollout={"engine": "vllm", "temperature": 0.005})
-    with pytest.raises(ConfigError, match=r"evaluation.temperature is 0.005"):
+    with pytest.raises(ConfigError, match=r"evaluation\.temperature is 0\.005"):
         Config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.005})
     Config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.005, "modes": ["greedy"]})
 

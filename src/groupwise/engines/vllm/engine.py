@@ -212,7 +212,10 @@ class VllmEngine(Engine):
         repair: bool = True,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each job's place and row, once, in the order in which they end, whatever happens to the server in between. ``repair``: whether
-        a server that lacks the weights is sent them; else StaleWeights is raised. Raises ConfigError for a temperature that vLLM replaces."""
+        a server that lacks the weights is sent them; else StaleWeights is raised.
+
+        Raises ConfigError for a temperature that vLLM replaces.
+        """
         if settings.temperature < VLLM_COLDEST and not settings.greedy:
             raise ConfigError(
                 f"temperature is {settings.temperature:g}, but vLLM samples at {VLLM_COLDEST:g} in place of lower ones: ask for "
