@@ -461,6 +461,7 @@ class TestTogether:
             assert call(where, asking(text))[0] == (200 if text == "good" else 500)
         assert call(where, method="GET", path="/health")[0] == 200
         assert call(where, asking("worst"))[0] == 500
+        assert comes(lambda: not where.service.is_alive)
         with pytest.raises(TrainingError, match="the sampling thread has ended"):
             where.wait()
         assert call(where, method="GET", path="/health") == (503, {"status": "ended"})
