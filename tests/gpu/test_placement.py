@@ -4,18 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from groupwise.config import build_config
-from groupwise.config.schema import LoraConfig
 from groupwise.engines.builtin.cache import Cache
-from groupwise.models import devices
-from groupwise.models.adapters import attach, merged, peft_config_of
+from groupwise.models import adapters, devices
 from groupwise.models.layer import copy_filled
+from groupwise.models.saving import Made
 from groupwise.training.critic import Critic
 from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.reference import Reference
-from tests.conftest import TINY
 
 
 def test_operations_on_two_devices_are_refused(fake_cuda, cuda):
@@ -53,14 +50,13 @@ def test_a_whole_copy_of_an_adapted_model_is_on_the_cpu_with_its_adapter(fake_cu
     assert layer.lora.device == cuda
 
 
-def test_a_model_that_is_merged_at_once_is_made_on_the_cpu(fake_cuda, cuda):
+def test_a_model_that_is_merged_at_once_is_made_on_the_cpu(fake_cuda, cuda, monkeypatch):
     """A GPU that a base in 4 bits fills has no room for whole weights: a run on 24 GB ended there, after its last step."""
-    pytest.importorskip("peft")
-    with cuda:
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**TINY), dtype=torch.bfloat16)
-        whole = merged(attach(model, peft_config_of(LoraConfig(rank=4))))
-    assert {tensor.device.type for tensor in (*whole.parameters(), *whole.buffers())} == {"cpu"}
-    assert model.device == cuda
+    plain = torch.nn.Linear(3, 2, device="meta")
+    plain.tie_weights = lambda: None
+    weight = Made(torch.Size((2, 3)), torch.float32, lambda: torch.ones(2, 3, device=cuda))
+    monkeypatch.setattr(adapters, "merged_state", lambda model: (plain, {"weight": weight, "bias": torch.ones(2, device=cuda)}))
+    assert {parameter.device.type for parameter in adapters.merged(plain).parameters()} == {"cpu"}
 
 
 def test_one_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch):

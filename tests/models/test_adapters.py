@@ -210,7 +210,7 @@ def test_an_adapter_whose_weights_find_no_place_is_refused(tiny_llama, tmp_path:
     policy.model.save_pretrained(tmp_path)
     load_trained(replace(policy, model=tiny_llama()), tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    others = {name.replace("q_proj", "v_proj"): tensor for name, tensor in saved.items()}
+    others = {name.replace("q_proj", "v_proj"): tensor.clone() for name, tensor in saved.items()}
     for changed, said in ((others, "missing adapter keys"), (saved | others, "no place for .*v_proj")):
         save_file(changed, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ModelError, match=rf"does not fit tiny \(.*{said}.*--base"):

@@ -28,27 +28,27 @@ IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         (IN_4_BITS, {"lora": {"rank": 4}, "quantization": "8bit"}, "model.quantization is 8bit, .* quantised already"),
     ],
 )
-def test_weights_that_are_quantised_already_are_refused_by_their_config(tmp_path, sums, stored, model, complaint):
+def test_weights_that_are_quantised_already_are_refused_by_their_config(tmp_path, sums, letters, stored, model, complaint):
     path = write_tiny_llama(tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
     with pytest.raises(ConfigError, match=complaint):
         prepare(tiny_config(tmp_path, sums, model=model))
     critic = {"preset": "ppo", "value": {"critic": str(tmp_path)}}
     with pytest.raises(ConfigError, match="name the model that it was made of"):
-        prepare(tiny_config(write_tiny_llama(tmp_path / "plain"), sums, algorithm=critic))
+        prepare(tiny_config(write_tiny_llama(tmp_path / "plain"), sums, algorithm=critic), letters)
 
 
-def test_a_base_that_bitsandbytes_has_quantised_already_is_taken_as_one_that_is_quantised_here(tmp_path, sums):
+def test_a_base_that_bitsandbytes_has_quantised_already_is_taken_as_one_that_is_quantised_here(tmp_path, sums, letters):
     pytest.importorskip("bitsandbytes")
     path = write_tiny_llama(tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": IN_4_BITS}))
-    assert prepare(tiny_config(tmp_path, sums, model={"lora": {"rank": 4}})).config.model.quantization == "4bit"
+    assert prepare(tiny_config(tmp_path, sums, model={"lora": {"rank": 4}}), letters).config.model.quantization == "4bit"
 
 
-def test_experts_that_an_adapter_leaves_alone_are_told(tmp_path, sums):
+def test_experts_that_an_adapter_leaves_alone_are_told(tmp_path, sums, letters):
     pytest.importorskip("transformers", minversion="5", reason="before, experts are linear layers")
     for folder, leaves in ((write_tiny_mixture(tmp_path / "mixture"), True), (write_tiny_llama(tmp_path / "dense"), False)):
-        found = prepare(tiny_config(folder, sums, model={"lora": {"rank": 4}})).notes
+        found = prepare(tiny_config(folder, sums, model={"lora": {"rank": 4}}), letters).notes
         assert any("leaves the experts" in note for note in found) == leaves
 
 

@@ -190,8 +190,8 @@ def _load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
     present = dict(model.named_parameters())
     if not present.keys() <= saved.keys():
         with quiet():
-            load: Any = type(model).from_pretrained
-            whole, info = load(checkpoint, dtype=model.dtype, output_loading_info=True)
+            loaded: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype, output_loading_info=True)
+        whole, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise KeyError(missing[0])
         saved = dict(whole.named_parameters())
