@@ -257,6 +257,8 @@ def test_options_that_no_prompt_shows_are_told() -> None:
         asked = problem("2 + 2?", **{name: options})
         assert f"the column {name!r}, which prompts do not show" in str(note_on_options(Prompt(asked, "2 + 2?", ())))
         assert note_on_options(Prompt(asked, "2 + 2? A: four B: five", ())) is None
+    spaced = problem("2 + 2?", options=["A)four ", "B)five", {"label": "C"}])
+    assert note_on_options(Prompt(spaced, "2 + 2? A) four B) five", ())) is None
     assert note_on_options(Prompt(problem("2 + 2?", options="A to D"), "2 + 2?", ())) is None
 
 

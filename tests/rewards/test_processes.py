@@ -135,6 +135,19 @@ def test_what_a_group_draws_does_not_depend_on_who_scores_which(reward_file, iso
         suite.close()
 
 
+def test_what_a_group_draws_does_not_depend_on_what_looks_at_all(reward_file):
+    """A function of the whole batch is called first, and draws as many numbers as there are completions."""
+    file = reward_file(f"{CHANCE}\ndef of_all(completions, **columns):\n    return chance(completions)\n")
+    entries = [RewardFunctionConfig(function=f"{file}:of_all", scope="batch"), RewardFunctionConfig(function=f"{file}:chance")]
+    suite = RewardSuite.from_config(RewardsConfig(functions=entries), "xml")
+    batch = [(make_prompt(), make_completions("a", "b")) for _ in range(2)]
+    try:
+        alone, beside = (suite.score_all(some, seeds=[5, 6][: len(some)]).groups[0] for some in (batch[:1], batch))
+    finally:
+        suite.close()
+    assert alone.components["chance"] == beside.components["chance"]
+
+
 def step(suite, *texts):
     return suite.score_all([(make_prompt(), make_completions(text)) for text in texts])
 

@@ -235,7 +235,8 @@ def test_an_evaluation_that_ends_the_run_takes_no_step_with_it(small_config, let
     assert differences(whole, folder) == []
 
 
-def test_a_signal_in_the_first_step_keeps_the_evaluations_before_it(small_config, letters, quiet, tmp_path):
+def test_a_signal_in_the_first_step_keeps_the_evaluations_before_it(small_config, letters, quiet, tmp_path, monkeypatch):
+    """The checkpoint of step 0 was written before the last of them, and is written again with it."""
     config = small_config(training={"steps": 2}, evaluation={"at_start": True}, warm_start={"steps": 2, "examples_per_step": 4})
     whole = go(config, letters, quiet, tmp_path / "whole").folder
 
@@ -245,7 +246,15 @@ def test_a_signal_in_the_first_step_keeps_the_evaluations_before_it(small_config
 
     with pytest.raises(StoppedError, match="after step 0, which is saved"):
         go(config, {"letters": stopping}, quiet, tmp_path / "run")
+    judged = []
+
+    def noting(*words, **named):
+        judged.append(named["stage"])
+        return evaluate_stage(*words, **named)
+
+    monkeypatch.setattr("groupwise.training.run.evaluate_stage", noting)
     result = go(config, letters, quiet, tmp_path / "run", resume=True)
+    assert judged == ["final"]
     assert [row["stage"] for row in result.summary["evaluations"]] == ["base", "warm_start", "final"]
     assert differences(whole, result.folder) == []
 

@@ -21,6 +21,7 @@ from groupwise.tracking import RunFolder
 from groupwise.tracking.environment import code_revision, processor_name
 from groupwise.tracking.files import json_text
 from groupwise.tracking.reading import answer_style, read_run
+from groupwise.tracking.run_folder import cut_back
 from groupwise.tracking.text import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
 
 
@@ -259,6 +260,21 @@ def test_leftovers_go_and_what_a_user_calls_partial_stays(tmp_path):
     folder.release()
     assert not [name for name in [*ours, *files] if (tmp_path / name).exists()]
     assert not [name for name in [*theirs, ".thesis.txt.part", "evaluations/mine.part"] if not (tmp_path / name).exists()]
+
+
+@pytest.mark.parametrize(
+    ("back_to", "left"), [(50, "training: {seed: 3}"), (30, "training: {seed: 2}"), (None, "training: {seed: 1}")]
+)
+def test_a_run_that_goes_back_has_the_settings_of_the_steps_that_are_left(tmp_path, back_to, left):
+    """Steps to 20 were made with the first settings, those to 40 with the second, and the later ones with the third."""
+    folder = RunFolder.create(Config(), tmp_path / "run", "quickstart")
+    folder.config.write_text("training: {seed: 3}")
+    for step, seed in ((20, 1), (40, 2)):
+        (folder.path / f"config-step-{step}.yaml").write_text(f"training: {{seed: {seed}}}")
+    cut_back(folder, back_to)
+    assert folder.config.read_text() == left
+    kept = [step for step in (20, 40) if step <= (back_to or 0)]
+    assert sorted(folder.path.glob("config-step-*")) == [folder.path / f"config-step-{step}.yaml" for step in kept]
 
 
 def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path):

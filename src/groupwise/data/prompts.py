@@ -147,8 +147,9 @@ def note_on_place(prompts: Sequence[Prompt], style: AnswerStyle) -> str | None:
 def note_on_options(prompt: Prompt) -> str | None:
     """A sentence where the row has options to choose from, as those of MMLU have, and the prompt does not show them; else None."""
     for name in ("choices", "options"):
-        options = prompt.problem.columns.get(name)
-        if isinstance(options, (list, tuple)) and not all(str(one) in prompt.text for one in options):
+        options, shown = prompt.problem.columns.get(name), "".join(prompt.text.split())
+        texts = ["".join(one.split()) for one in options if isinstance(one, str)] if isinstance(options, (list, tuple)) else []
+        if texts and not any(text in shown for text in texts):
             return (
                 f"rows have options in the column {name!r}, which prompts do not show, and the first answer is "
                 f"{prompt.problem.answer!r}: write the options into the question."

@@ -72,12 +72,12 @@ def exploding(run: RunRecord) -> Evidence | None:
 def saturated(run: RunRecord) -> Evidence | None:
     """Nearly every group has one score throughout, and it is the best one."""
     flat, stretch = series(run, "groups/zero_variance"), late_stretch(run)
-    if stretch is None or flat_groups_teach(run) or mean(flat.values[-STRETCH:]) < 0.95 or not solved(run, stretch):
+    if stretch is None or mean(flat.values[-STRETCH:]) < 0.95 or not solved(run, stretch):
         return None
     share, accuracy = mean(flat.values[-STRETCH:]), over(accuracy_of(run), stretch)
     return Evidence(
         f"in steps {stretch[0]} to {stretch[1]} {share:.0%} of the groups had no variance{with_right(accuracy)}: "
-        "the problems are solved, and further steps change nothing",
+        f"the problems are solved, and further steps change {'little' if flat_groups_teach(run) else 'nothing'}",
         stretch,
         known({"zero_variance": share, "accuracy": accuracy}),
         three(completions_between(run, stretch)),

@@ -248,7 +248,7 @@ class EpisodeEngine(Engine):
     def _give_up(self, episodes: Sequence[_Episode]) -> None:
         """Close the environments of those that have not ended, side by side; what takes longer than ``_CLOSE_S`` is left behind."""
         unfinished = [episode for episode in episodes if episode.finish_reason is None]
-        with Background(self.episodes.concurrent, "close") as background:
+        with Background(self.episodes.concurrent or 1, "close") as background:  # with none it would wait for each
             wait([background.submit(episode.give_up) for episode in unfinished], _CLOSE_S)
 
     def _play(
@@ -342,7 +342,7 @@ class _Episode:
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
         self.turns.append(Turn("assistant", turn.text, len(kept)))
-        if not turn.stopped:
+        if not turn.stopped and self.finish_reason is None:  # it may have been given up meanwhile
             self.finish_reason = "length"
 
     def be_answered(self) -> list[int] | None:

@@ -133,7 +133,8 @@ def load_trained(policy: Any, folder: Path) -> Any:
             model = peft.PeftModel.from_pretrained(policy.model, folder)
         # It tells nobody which weights found no place. Of a model that lies on the disk in part not all places can be filled once more.
         if not has_device_map(policy.model):
-            loaded = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
+            renamed = getattr(policy.model, "_checkpoint_conversion_mapping", None)  # by transformers 4; 5 does so by itself
+            loaded = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu", key_mapping=renamed))
             if loaded.unexpected_keys:
                 raise ValueError(f"no place for {loaded.unexpected_keys[0]}")
     except (KeyError, OSError, RuntimeError, TypeError, UserWarning, ValueError) as error:

@@ -246,7 +246,9 @@ _MODULE = "sampled through the base as it is stored, by the model's own module: 
 def _adapters(setup: Setup) -> Iterator[Change]:
     """A low-rank adapter, a base of fewer bits, and a base that is not merged for sampling."""
     few: list[tuple[dict[str, Any], str]] = [
-        ({"model__quantization": f"{bits}bit"}, _FEW_BITS.format(bits)) for bits in (8, 4) if _bits(setup) > bits
+        ({"model__quantization": f"{bits}bit"}, _FEW_BITS.format(bits))
+        for bits in (8, 4)
+        if setup.shape.stored == "none" and _bits(setup) > bits  # files of few bits are as they are
     ]
     by_module: dict[str, Any] = {"rollout__engine": "transformers"}
     whole: dict[str, Any] = {} if setup.sharding == "none" else {"training__sharding": "none"}

@@ -358,7 +358,7 @@ class RewardSuite:
         failed: Counter[str] = Counter()
         killed_before = self._processes.killed.copy()
         calls, done = list(plan_calls(self.rewards, batch, failures)), 0
-        seeded = 0
+        seeded = -1
         if seeds:
             seed_generators(seeds[0])  # before async functions begin, and those of the whole batch
         with self._caller.begin(calls, batch, self.decode, seeds) as (ask, forget):

@@ -496,6 +496,14 @@ def cut_back(folder: RunFolder, step: int | None) -> None:
             continue
         if path.name.startswith("final-") or (match and int(match[1]) > done) or step is None:
             path.unlink()
+    later = {int(path.stem.rpartition("-")[2]): path for path in folder.path.glob("config-step-*.yaml")}
+    later = {until: path for until, path in later.items() if until > done}
+    if later and folder.config.is_file():  # what is left was made with the settings of the first of them
+        begun = folder.config.stat()
+        os.replace(later.pop(min(later)), folder.config)
+        os.utime(folder.config, ns=(begun.st_atime_ns, begun.st_mtime_ns))
+        for path in later.values():
+            path.unlink()
 
 
 def cut_lines(path: Path, step: int) -> None:

@@ -142,11 +142,19 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
     """
     target = folder / snapshot.name
     # A step of a run has one state. Another run, which began from this one with settings or data that were changed, writes its own.
+    # What was judged since then is worth another copy, where the disk takes it.
+    is_whole = False
     if target.exists() and is_sound(target):
         before, now = read_state(target), json.loads(snapshot.state)
-        if all(before.get(key) == now.get(key) for key in ("config", "data")):
+        is_whole = all(before.get(key) == now.get(key) for key in ("config", "data"))
+        if is_whole and before.get("evaluations") == now.get("evaluations"):
             return target
-    put_in_place(target, lambda aside: _write(aside, snapshot), snapshot.size_bytes())
+    try:
+        put_in_place(target, lambda aside: _write(aside, snapshot), snapshot.size_bytes())
+    except CheckpointError:
+        if is_whole:
+            return target
+        raise
     remove_old(folder, keep, keep_best)
     return target
 

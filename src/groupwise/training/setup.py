@@ -146,8 +146,8 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     """
     refuse_untrainable(config.model)
     check_model(config.model)
+    check_adapter(config.model)  # of what was asked for
     config = _with_stored_bits(config)
-    check_adapter(config.model)
     check_engine(config.rollout)
     check_trackers(config)
     Objective.from_config(config.algorithm)  # finds a loss or an advantage of the user's
