@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["put_back", "sync", "sync_folder", "sync_tree", "write_bytes"]
+__all__ = ["put_back", "put_back_all", "sync", "sync_folder", "sync_tree", "write_bytes"]
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -39,6 +39,12 @@ def put_back(target: Path) -> Path:
     if earlier.is_dir() and not target.exists():
         earlier.rename(target)
     return earlier
+
+
+def put_back_all(folder: Path, names: str = "*") -> None:
+    """``put_back`` for each folder in ``folder`` of such ``names``, a pattern."""
+    for earlier in folder.glob(f".{names}.earlier.partial"):
+        put_back(earlier.with_name(earlier.name.removeprefix(".").removesuffix(".earlier.partial")))
 
 
 def sync(path: Path) -> None:

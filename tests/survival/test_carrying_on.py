@@ -237,7 +237,12 @@ def test_an_evaluation_that_ends_the_run_takes_no_step_with_it(small_config, let
 
 def test_a_signal_in_the_first_step_keeps_the_evaluations_before_it(small_config, letters, quiet, tmp_path, monkeypatch):
     """The checkpoint of step 0 was written before the last of them, and is written again with it."""
-    config = small_config(training={"steps": 2}, evaluation={"at_start": True}, warm_start={"steps": 2, "examples_per_step": 4})
+    sections = {
+        "evaluation": {"at_start": True},
+        "warm_start": {"steps": 2, "examples_per_step": 4},
+        "output": {"checkpoint_every": 2},
+    }
+    config = small_config(training={"steps": 2}, **sections)
     whole = go(config, letters, quiet, tmp_path / "whole").folder
 
     def stopping(completions, **columns):

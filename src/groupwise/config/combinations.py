@@ -88,7 +88,7 @@ def _algorithm(config: Config) -> Iterator[str]:
         if stale and algorithm.loss.type in ("vespo", "topr", "dppo", "cispo"):
             yield (
                 f"algorithm.loss.type={algorithm.loss.type} weights samples by their ratio, which is 1 here however old they are, since it "
-                f"is to the weights before a batch's first update: set algorithm.stale_samples=behaviour, or updates_per_batch above 1."
+                "is to the weights before a batch's first update: set algorithm.stale_samples=behaviour, or updates_per_batch above 1."
             )
     if algorithm.value is not None and algorithm.updates_per_batch == 1:
         unmoved = "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed"

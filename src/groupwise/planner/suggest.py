@@ -248,7 +248,7 @@ def _adapters(setup: Setup) -> Iterator[Change]:
     few: list[tuple[dict[str, Any], str]] = [
         ({"model__quantization": f"{bits}bit"}, _FEW_BITS.format(bits))
         for bits in (8, 4)
-        if setup.shape.stored == "none" and _bits(setup) > bits  # files of few bits are as they are
+        if setup.shape.stored == "none" and _bits(setup) > bits  # quantised files are loaded as they are
     ]
     by_module: dict[str, Any] = {"rollout__engine": "transformers"}
     whole: dict[str, Any] = {} if setup.sharding == "none" else {"training__sharding": "none"}

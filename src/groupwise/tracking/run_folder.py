@@ -25,7 +25,7 @@ import yaml
 from groupwise.config.load import plain_yaml, yaml_text
 from groupwise.config.schema import Config
 from groupwise.data.prompts import default_style
-from groupwise.durable import put_back, sync_folder, write_bytes
+from groupwise.durable import put_back, put_back_all, sync_folder, write_bytes
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
 from groupwise.tracking.files import write_json, write_json_lines, write_text
@@ -35,8 +35,6 @@ __all__ = ["Ending", "RunFolder", "base_name", "cut_back", "ending_of", "set_end
 
 PROBES = 10
 """Tries to lock a folder before it counts as taken."""
-EARLIER_MODEL = ".final_model.earlier.partial"
-"""The final model of an earlier end, for the moment in which the new one takes its place."""
 LOCK_FILE = ".lock"
 """A file to lock only where the folder itself cannot be locked, as on NFS, which locks files alone."""
 LEFTOVER_FOLDER = re.compile(r"\.{1,2}(?:final_model|step-\d+)[\w.-]*\.partial")
@@ -134,10 +132,8 @@ class RunFolder:
             raise folder.lost(path, PermissionError(13, "Permission denied"))
         folder.lock()
         try:
-            if (path / EARLIER_MODEL).is_dir() and not folder.final_model.exists():  # killed between two renames
-                os.rename(path / EARLIER_MODEL, folder.final_model)
-            for earlier in folder.checkpoints.glob(".step-*.earlier.partial"):  # the same of a checkpoint
-                put_back(earlier.with_name(earlier.name.removeprefix(".").removesuffix(".earlier.partial")))
+            put_back(folder.final_model)  # killed between two renames
+            put_back_all(folder.checkpoints, "step-*")
             clear_leftovers(path)
             folder.evaluations.mkdir(exist_ok=True)
             if folder.environment.is_dir():  # told before the run goes on, which writes it
@@ -274,7 +270,7 @@ class RunFolder:
 
     def put_new_model(self) -> None:
         """The earlier final model goes when the new one is in its place. Raises OSError."""
-        earlier = self.path / EARLIER_MODEL
+        earlier = put_back(self.final_model)
         os.rename(self.final_model, earlier)
         os.rename(self.new_model, self.final_model)
         sync_folder(self.path)

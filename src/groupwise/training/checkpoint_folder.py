@@ -22,7 +22,7 @@ from groupwise.errors import CheckpointError, ModelError
 from groupwise.models.saving import check_free_disk, sync, sync_tree
 
 __all__ = [
-    "STATE", "damage", "find_checkpoint", "is_sound", "last_good", "latest_checkpoint", "newest_sound_checkpoint", "put_back",
+    "STATE", "damage", "find_checkpoint", "is_sound", "last_good", "latest_checkpoint", "newest_sound_checkpoint",
     "put_in_place", "read_state", "remove_old", "seal", "set_damaged_aside", "set_suspect_aside", "unreadable", "verify_checkpoint",
 ]  # fmt: skip
 

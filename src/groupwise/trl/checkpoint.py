@@ -17,13 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerState
 
+from groupwise.durable import put_back_all
 from groupwise.errors import CheckpointError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
 from groupwise.models.quiet import quiet
 from groupwise.models.saving import sync
 from groupwise.training.checkpoint import restore_state, take_snapshot, write_state
-from groupwise.training.checkpoint_folder import damage, put_back, put_in_place, read_state, seal
+from groupwise.training.checkpoint_folder import damage, put_in_place, read_state, seal
 from groupwise.training.learner import Learner
 
 __all__ = ["ScheduleState", "find", "renew_state", "restore", "save", "save_policy"]
@@ -214,7 +215,6 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def _all(output: Path) -> list[Path]:
-    for earlier in output.glob(".checkpoint-*.earlier.partial"):
-        put_back(earlier.with_name(earlier.name.removeprefix(".").removesuffix(".earlier.partial")))
+    put_back_all(output, "checkpoint-*")
     found = [p for p in output.glob("checkpoint-*") if (p / _STATE).is_file() and p.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")))
