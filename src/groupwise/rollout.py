@@ -104,8 +104,9 @@ def _of_episodes(completions: Sequence[Completion]) -> dict[str, Metric]:
 
 def rollout_settings(config: RolloutConfig) -> SamplingSettings:
     return SamplingSettings(
-        max_tokens=config.max_completion_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
-    )
+        max_tokens=config.max_completion_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p,
+        in_8_bits=config.quantization == "8bit",
+    )  # fmt: skip
 
 
 def collect(

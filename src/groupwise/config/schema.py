@@ -265,6 +265,9 @@ class RolloutConfig(Section):
     """Sample so many steps ahead while one is learnt from, with a copy of the weights for each."""
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once. It bounds the KV cache; samples change by rounding alone."""
+    quantization: Literal["none", "8bit"] = "none"
+    """`8bit`: sample with weights rounded to 8 bits, by the built-in engine on CPUs. Tokens come 1.2 to 3 times as fast, from a policy
+    that differs a little, for which `algorithm.correction` weighs them. Learning and evaluation keep the weights as they are."""
     tools: list[str] = Field(default=[])
     """What the policy may call in the middle of a completion: `calculator`, `python` (in a sandbox), or typed functions of your own,
     `my_tools.py:search`. Their results count in `max_completion_tokens` and are not trained."""
@@ -298,6 +301,15 @@ class RolloutConfig(Section):
                 "my_engine.py:MyEngine"
             )
         return engine
+
+    @model_validator(mode="after")
+    def check_quantization(self) -> RolloutConfig:
+        if self.quantization != "none" and self.engine not in ("auto", "builtin"):
+            raise ValueError(
+                f"quantization is {self.quantization}, but engine is {self.engine}, and the built-in engine alone samples with weights "
+                "of 8 bits: leave quantization out, or set engine to auto"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_tools(self) -> RolloutConfig:
@@ -348,8 +360,8 @@ class RolloutConfig(Section):
 
     @property
     def engine_reads_the_policy(self) -> bool:
-        """Whether it is one of groupwise's own engines that compute with the policy's very weights."""
-        return self.engine in ("auto", "builtin", "transformers")
+        """Whether it is one of groupwise's own engines, and computes with the policy's very weights."""
+        return self.engine in ("auto", "builtin", "transformers") and self.quantization == "none"
 
 
 class OptimizerConfig(Section):
@@ -608,7 +620,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def follow_engine(self) -> Config:
-        """Another program's numbers are corrected for, unless something else was said; written past validation, as not set."""
+        """Another program's numbers are corrected for, and rounded weights', unless something else was said; written past validation, as
+        not set."""
         if "correction" not in self.algorithm.model_fields_set:
             needless = self.rollout.engine_reads_the_policy or self.clips_against_the_sampler
             correction = None if needless else CorrectionConfig()

@@ -234,8 +234,9 @@ def forms(run: RunRecord) -> Iterator[tuple[str, Series, float]]:
 
 
 def sampler_mismatch(run: RunRecord) -> Evidence | None:
-    """Sampling and training disagree by more than rounding, from the start. Samples of older weights (``rollout.ahead``) do by right."""
-    ahead = run.config.rollout.ahead if run.config else 0
+    """Sampling and training disagree by more than rounding, from the start. Samples of older weights (``rollout.ahead``) do by right, and
+    those of rounded ones (``rollout.quantization``), which are weighted for it."""
+    ahead = run.config is not None and (run.config.rollout.ahead > 0 or run.config.rollout.quantization != "none")
     mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
     worst = worst_stretch(mismatch, min(3, len(mismatch))) if len(mismatch) else None
     if worst is None or worst[0] <= ROUNDING[dtype] or stale_sampler(run) or ahead:

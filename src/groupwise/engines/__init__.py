@@ -53,8 +53,8 @@ def make_engine(
 
     An engine by import path is made by ``Class(policy, rollout)``.
 
-    Raises ConfigError where the built-in engine is asked for and does not cover the architecture, vLLM cannot be had, or an import path
-    leads to no engine.
+    Raises ConfigError where the built-in engine is asked for and does not cover the architecture, weights of 8 bits are and cannot be
+    computed with here, vLLM cannot be had, or an import path leads to no engine.
     """
     if rollout.engine_is_yours:
         return _your_engine(rollout.engine)(policy, rollout)  # type: ignore[call-arg]
@@ -62,7 +62,7 @@ def make_engine(
         from groupwise.engines.vllm.engine import open_vllm_engine
 
         return open_vllm_engine(policy, rollout, world, collect)
-    from groupwise.engines.builtin.decode import rearranging_helps
+    from groupwise.engines.builtin.decode import rearranging_helps, why_not_in_8_bits
     from groupwise.engines.builtin.engine import BuiltinEngine
     from groupwise.engines.transformers import TransformersEngine
     from groupwise.models.adapters import base_module, is_adapted
@@ -78,6 +78,15 @@ def make_engine(
         raise ConfigError(
             f"rollout.engine is builtin, which does not cover {policy.name} ({reason}): use rollout.engine=transformers or auto"
         )
+    if rollout.quantization != "none":
+        why_not = reason or why_not_in_8_bits(
+            scorer.embedding if isinstance(scorer, Decoder) else policy.model.get_input_embeddings().weight
+        )
+        if why_not is not None:
+            raise ConfigError(
+                f"rollout.quantization is {rollout.quantization}, but {policy.name} cannot be sampled with weights of 8 bits: {why_not}. "
+                "Leave it out"
+            )
     if rollout.engine == "transformers" or reason is not None:
         module = base_module(policy.model)
         return TransformersEngine(module, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)

@@ -430,8 +430,9 @@ def _sampling(setup: Setup, prompts: int, samples: int) -> list[Item]:
     ]
     merged = Item("merged weights", setup.merged_bytes, "s L matrices, of base and adapter, while sampling")
     if setup.device == "cpu":  # they are made of the merged ones, which stay only where the base is divided
-        copied = s * (shape.layers * shape.layer_matrices + shape.head)
-        rearranged = Item("rearranged weights", copied, "s (L matrices + V D), while sampling")
+        in_8_bits = setup.config.rollout.quantization == "8bit"
+        copied = (1 if in_8_bits else s) * (shape.layers * shape.layer_matrices + shape.head)
+        rearranged = Item("rearranged weights", copied, f"{'' if in_8_bits else 's '}(L matrices + V D), while sampling")
         return [*items, rearranged, merged] if divided(setup, "weights") else [*items, rearranged]
     return [*items, merged]
 

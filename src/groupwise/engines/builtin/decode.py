@@ -10,7 +10,8 @@ bf16 spend a large part of a step rearranging the weight: with 32 rows a step of
 on rearranged ones (2 cores, AVX-512 bf16). The package's own kernels take packed weights, and all layers of a step in one call: with few
 rows, the calls one by one from Python took a fifth of its time. Where they are not there, the library's blocked kernels do the same.
 Rearranging all weights takes about as long as two decode steps, so it is done again for each call of the sampler, which also is what
-makes it follow the policy.
+makes it follow the policy. Where a run asks for it the copies are rounded to 8 bits: half of the bytes, or a quarter, are read for each
+step, and processors multiply more pairs of bytes at once.
 
 What a row is given between its turns is computed beside a step (``chunked_prefill.py``).
 
@@ -36,11 +37,12 @@ from groupwise.models.decoder import Decoder
 from groupwise.models.devices import computes_bf16, product_gives_fp32
 from groupwise.models.layer import Layer
 from groupwise.models.native import calls as native
+from groupwise.models.native.build import kernels
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate, rotate_heads
 
 __all__ = [
     "ALLOWED", "DecodeStep", "DecodeWeights", "Lanes", "Product", "attend", "decode", "decoding_kernels_fit", "in_bucket",
-    "rearranged_product", "rearranging_helps",
+    "rearranged_product", "rearranging_helps", "why_not_in_8_bits",
 ]  # fmt: skip
 
 
@@ -168,6 +170,30 @@ def rearranging_helps(weight: Tensor) -> bool:
     return (weight.dtype == torch.bfloat16 and computes_bf16()) or (weight.dtype == torch.float32 and _rows_are_alone())
 
 
+def why_not_in_8_bits(weight: Tensor) -> str | None:
+    """``None`` if products with weights such as ``weight`` can be made in 8 bits here, else the reason. They are compared with others
+    once: no kernel is trusted on a processor that it has not met."""
+    if weight.device.type != "cpu":
+        return f"the model is on {weight.device}, and they are for CPUs"
+    if not ALLOWED["rearranged"] or not native.packs(weight):
+        return f"{weight.dtype} has no kernels of the package's own here ({kernels(weight.dtype == torch.float32).description})"
+    apart = _apart_in_8_bits(weight.dtype)
+    return None if apart < _MOST_APART else f"on this processor they are {apart:.2g} apart from what they should be"
+
+
+_MOST_APART = 1e-2
+
+
+@cache
+def _apart_in_8_bits(dtype: torch.dtype) -> float:
+    """How far products are from those of the same rounded weights, as a share of their norm; infinite for what is no number."""
+    weight, x = (torch.linspace(-1, 1, n * 130).mul_(37).sin_().view(n, 130) for n in (70, 21))
+    scales = weight.to(dtype).float().abs().amax(1, keepdim=True) / 127
+    expected = x.to(dtype).float() @ (weight.to(dtype).float() / scales).round().mul(scales).t()
+    apart = float((rearranged_product(weight.to(dtype), in_8_bits=True)(x.to(dtype)).float() - expected).norm() / expected.norm())
+    return apart if apart == apart else float("inf")
+
+
 @cache
 def _rows_are_alone() -> bool:
     """Whether a row's product with rearranged fp32 weights is the same to the last bit whatever rows are beside it.
@@ -188,13 +214,17 @@ _FEWEST_FP32 = 8
 """Rows that fp32 weights are rearranged for at least."""
 
 
-def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 32) -> Product:
-    """``x @ weight.T + bias``, on a rearranged copy of ``weight`` as it is now. ``rows`` is a hint of the batch's size.
+def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 32, in_8_bits: bool = False) -> Product:
+    """``x @ weight.T + bias``, on a rearranged copy of ``weight`` as it is now. ``rows`` is a hint of the batch's size. ``in_8_bits``: the
+    copy is rounded (``native.pack_8bit``), where ``native.packs`` the weight.
 
     A row's product does not depend on the rows beside it, as it does with plain fp32 weights. The library would round the sums of fp32
     weights rearranged for a single row in another way, so none are.
     """
     bias = None if bias is None else bias.to(weight.dtype).contiguous()
+    if in_8_bits:
+        packed, scales = native.pack_8bit(weight.detach())
+        return _Packed(packed, len(weight), bias, scales)
     if native.packs(weight):
         return _Packed(native.pack(weight.detach()), len(weight), bias)
     rows = rows if weight.dtype == torch.bfloat16 else max(rows, _FEWEST_FP32)
@@ -214,9 +244,10 @@ class _Packed:
     weight: Tensor
     columns: int
     bias: Tensor | None
+    scales: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return native.multiply_packed(x, self.weight, self.columns, self.bias)
+        return native.multiply_packed(x, self.weight, self.columns, self.bias, self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +261,17 @@ class _LayerProducts:
 class DecodeWeights:
     """A decoder's matrix products for few rows: on weights rearranged for them where that helps, for one call of the sampler.
 
-    ``rows`` is how many rows a step will have at most. The copies hold the weights as they are now.
+    ``rows`` is how many rows a step will have at most. The copies hold the weights as they are now; ``in_8_bits``: rounded, where
+    ``why_not_in_8_bits`` has no objection.
     """
 
-    def __init__(self, decoder: Decoder, rows: int) -> None:
+    def __init__(self, decoder: Decoder, rows: int, in_8_bits: bool = False) -> None:
         def product(weight: Tensor, bias: Tensor | None = None) -> Product:
-            return rearranged_product(weight, bias, rows) if rearranged else partial(linear, weight=weight, bias=bias)
+            if not rearranged:
+                return partial(linear, weight=weight, bias=bias)
+            return rearranged_product(weight, bias, rows, in_8_bits)
 
-        rearranged = rearranging_helps(decoder.embedding)
+        rearranged = in_8_bits or rearranging_helps(decoder.embedding)
         self.layers = [
             _LayerProducts(
                 product(layer.qkv, layer.qkv_bias),
@@ -248,20 +282,23 @@ class DecodeWeights:
             for layer in decoder.layers
         ]
         self.head = product(decoder.head)
-        self.tensors = [self._of_layer(layer, products) for layer, products in zip(decoder.layers, self.layers, strict=True)]
-        """Of each layer, in the order of ``Layer``: what ``table`` points to, kept for as long as it does."""
+        pairs = zip(decoder.layers, self.layers, strict=True)
+        self.tensors = [self._of_layer(layer, products, decoder.dtype) for layer, products in pairs]
+        """Of each layer, in the order of ``Layer``, then the products' scales: what ``table`` points to, kept for as long as it does."""
         self.table = native.table(self.tensors) if all(self.tensors) else None
         """For ``native.decode_layers``; None where a product of a layer is not by the package's own kernel."""
 
     @staticmethod
-    def _of_layer(layer: Any, products: _LayerProducts) -> list[Tensor | None]:
+    def _of_layer(layer: Any, products: _LayerProducts, dtype: torch.dtype) -> list[Tensor | None]:
         """Nothing where one kernel for all layers does not take them."""
         packed = {name: getattr(products, name) for name in products.__slots__}
         if not all(isinstance(product, _Packed) for product in packed.values()):
             return []
         tensors = [packed[name].weight if name in packed else getattr(layer, name) for name in Layer.__slots__]
         there = [x for x in tensors if x is not None]
-        return tensors if len({x.dtype for x in there}) == 1 and all(x.is_contiguous() for x in there) else []
+        if {x.dtype for x in there} - {torch.int8} != {dtype} or not all(x.is_contiguous() for x in there):
+            return []
+        return [*tensors, *(product.scales for product in packed.values())]
 
 
 def in_bucket(count: int, most: int) -> int:

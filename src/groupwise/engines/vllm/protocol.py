@@ -174,7 +174,8 @@ def digest_of(sha256s: Iterable[str]) -> str:
 
 
 def settings_values(settings: SamplingSettings) -> dict[str, Any]:
-    return asdict(settings)
+    """What a server is told; what is for the built-in engine alone is not."""
+    return {name: value for name, value in asdict(settings).items() if name != "in_8_bits"}
 
 
 def settings_from(values: Mapping[str, Any]) -> SamplingSettings:

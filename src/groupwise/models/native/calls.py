@@ -38,6 +38,7 @@ __all__ = [
     "norm_backward",
     "norm_heads",
     "pack",
+    "pack_8bit",
     "packs",
     "rotate",
     "soften",
@@ -74,15 +75,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gw_dither": (_POINTER, _POINTER, *[_COUNT] * 3),
     "gw_multiply": (*[_POINTER] * 4, *[_COUNT] * 5, _FLAG, _FLAG),
     "gw_pack": (_POINTER, _POINTER, _COUNT, _COUNT),
-    "gw_multiply_packed": (*[_POINTER] * 4, *[_COUNT] * 3),
+    "gw_pack_8bit": (*[_POINTER] * 3, _COUNT, _COUNT),
+    "gw_multiply_packed": (*[_POINTER] * 5, *[_COUNT] * 3),
     "gw_decode_layers": (*[_POINTER] * 8, *[_COUNT] * 9, *[_REAL] * 3, _FLAG),
 }
 _functions: dict[torch.dtype, dict[str, Any]] = {}
 """By the dtype of what they compute with."""
-_BY_UNITS = ("gw_multiply", "gw_pack", "gw_multiply_packed", "gw_decode_layers")
+_BY_UNITS = ("gw_multiply", "gw_pack", "gw_pack_8bit", "gw_multiply_packed", "gw_decode_layers")
 """By matrix units, in a library that has ``gw_may_multiply``."""
 _STEP = 32
 """What sides of a packed weight are multiples of: STEP in ``kernels.c``."""
+_LINE = 64
+"""What the depth of one in 8 bits is a multiple of: LINE."""
 _allowed, _products_allowed = True, True
 _NORM_CHUNK = 64
 """Rows whose share of a norm's weight gradient is summed by one thread: a fixed number, so that sums do not depend on threads."""
@@ -251,25 +255,42 @@ def _lines(matrix: Tensor) -> tuple[Tensor, int, bool]:
     return (matrix, matrix.stride(0), False) if matrix.stride(1) == 1 else (matrix, matrix.stride(1), True)
 
 
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
 def pack(weight: Tensor) -> Tensor:
     """A weight ``[N, C]`` laid out for ``multiply_packed``."""
     weight = weight.contiguous()
     rows, depth = weight.shape
-    packed = weight.new_empty(-(-rows // _STEP) * _STEP, -(-depth // _STEP) * _STEP)
+    packed = weight.new_empty(_up(rows, _STEP), _up(depth, _STEP))
     _function("gw_pack", weight)(*_addresses(weight, packed), rows, depth)
     return packed
 
 
-def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.t() + bias`` for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid out; on matrix units to
-    the last bit what ``multiply`` gives. A row's numbers do not depend on the rows beside it."""
-    assert packed.dtype == x.dtype, f"weights of {packed.dtype} were packed for inputs of that dtype, and these are of {x.dtype}"
-    assert packed.shape == (-(-columns // _STEP) * _STEP, -(-x.shape[1] // _STEP) * _STEP)
+def pack_8bit(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight ``[N, C]`` rounded to 8 bits, laid out for ``multiply_packed``, and its scales, fp32 ``[N, rounded up]``: a number is the
+    nearest of -127 .. 127 times its row's scale, which is the row's largest magnitude / 127."""
+    weight = weight.contiguous()
+    rows, depth = weight.shape
+    packed = weight.new_empty(_up(rows, _STEP), _up(depth, _LINE), dtype=torch.int8)
+    scales = torch.empty(len(packed))
+    _function("gw_pack_8bit", weight)(*_addresses(weight, packed, scales), rows, depth)
+    return packed, scales
+
+
+def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+    """``x @ weight.t() + bias`` for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid out, or with ``scales``
+    ``pack_8bit``; without them on matrix units to the last bit what ``multiply`` gives. A row's numbers do not depend on the rows beside
+    it. Each number is one sum in fp32, times its column's scale."""
+    wanted = x.dtype if scales is None else torch.int8
+    assert packed.dtype == wanted, f"weights were packed in {packed.dtype}, and inputs in {x.dtype} take those in {wanted}"
+    assert packed.shape == (_up(columns, _STEP), _up(x.shape[1], _STEP if scales is None else _LINE))
     assert bias is None or (bias.dtype, bias.shape, bias.is_contiguous()) == (x.dtype, (columns,), True)
     x, out = x.contiguous(), x.new_empty(len(x), columns)
-    added = None if bias is None else bias.data_ptr()
+    by, added = (None if y is None else y.data_ptr() for y in (scales, bias))
     if out.numel():
-        _function("gw_multiply_packed", x)(*_addresses(x, packed), added, out.data_ptr(), *out.shape, x.shape[1])
+        _function("gw_multiply_packed", x)(*_addresses(x, packed), by, added, out.data_ptr(), *out.shape, x.shape[1])
     return out
 
 
@@ -288,7 +309,8 @@ def decode_layers(
     The numbers are those of ``add_norm``, ``multiply_packed``, ``norm_heads``, ``decode_attention`` and ``gated``, called one by one.
 
     Args:
-        layers: ``table`` of the layers' tensors in the order of ``Layer``, the weights of products as ``pack`` lays them out.
+        layers: ``table`` of the layers' tensors in the order of ``Layer``, the weights of products as ``pack`` lays them out, or
+            ``pack_8bit``; then the scales of these four, or None.
         caches: ``table`` of each layer's own keys and values, its prompts', cos and sin, and its window (0 for none).
         width, inner: of a head, and of the feed-forward part.
     """

@@ -749,7 +749,7 @@ void gw_dither(const float *exact, number *out, int64_t start, int64_t rows, int
 }
 #endif
 
-#if defined(FP32) || (defined(__AVX512BF16__) && defined(__AVX512BW__))
+#if defined(FP32) || (defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VNNI__))
 /* ---- Matrix products of decode steps, and the steps ----
  *
  * The weight is packed: panels of columns, in which the numbers at one depth lie beside each other, so that they are read from end to end.
@@ -760,6 +760,13 @@ enum { STEP = 32, PANEL = 256 }; /* PANEL: rows at a time, which stay in the cac
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t whole_steps(int64_t x) { return (x + STEP - 1) / STEP * STEP; }
+
+/* Columns that a thread takes at a time. */
+static inline int64_t grain_of(int64_t columns) { return columns < 2048 ? STEP : columns < 8192 ? 4 * STEP : 8 * STEP; }
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #ifdef FP32
 /* A weight [columns, depth] to panels of WIDE columns, of [depth, WIDE] each. */
@@ -777,8 +784,6 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
 }
 
 #else
-#include <immintrin.h>
-
 enum { WIDE = STEP, TILE = 16, PACKED = 2 * TILE * STEP };
 
 /* `count` rows or columns of `depth` numbers. `by_depth`: the numbers at one depth lie beside each other, else those of one row or column;
@@ -854,6 +859,84 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
     const int64_t deep = whole_steps(depth);
 #pragma omp parallel for schedule(dynamic, 8)
     for (int64_t j = 0; j < columns; j += STEP) pack(&from, j, 0, deep, 1, out + j * deep);
+}
+#endif
+
+/* ---- Weights of 8 bits ----
+ *
+ * A number is a whole one, -127 to 127, times its column's scale. Panels of WIDE columns lie as [depth / 4, WIDE, 4], the depth rounded up
+ * to whole lines of the cache. A row of inputs is whole numbers of 16 bits times a scale of its own, each of which is 256 high + low, two
+ * of 8 bits: with a row's largest number 127 * 256 times the scale, the error is below 1 / 65,024 of it, a tenth of what rounding to bf16
+ * costs. So processors with instructions for bytes multiply four pairs in place of one or two, and sums are exact until they are scaled. */
+enum { LINE = 64, MOST_HIGH = 127 * 256 };
+#if !defined(FP32) && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define BYTES_BY_UNITS
+#elif defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define BYTES_BY_DOTS /* of unsigned weights, 128 more, with signed inputs */
+#endif
+#ifdef BYTES_BY_DOTS
+enum { SHIFT = 128 };
+#else
+enum { SHIFT = 0 };
+#endif
+
+static inline int64_t whole_lines(int64_t x) { return (x + LINE - 1) / LINE * LINE; }
+
+/* The largest magnitude of a row. Numbers without their signs are ordered as their bits are. */
+static inline float largest_of(const number *x, int64_t count) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < count; i++) {
+#ifdef FP32
+        uint32_t of;
+        memcpy(&of, x + i, 4);
+        of &= 0x7fffffff;
+#else
+        const uint32_t of = (uint32_t)(x[i] & 0x7fff) << 16;
+#endif
+        most = of > most ? of : most;
+    }
+    float found;
+    memcpy(&found, &most, 4);
+    return found;
+}
+
+/* A weight [columns, depth] to the nearest whole numbers, and a scale for each column. */
+void gw_pack_8bit(const number *weight, int8_t *out, float *scales, int64_t columns, int64_t depth) {
+    const int64_t deep = whole_lines(depth);
+#pragma omp parallel
+    {
+        int8_t *column = calloc(deep, 1);
+#pragma omp for schedule(dynamic, 8)
+        for (int64_t j = 0; j < whole_steps(columns); j += WIDE)
+            for (int64_t w = 0; w < WIDE; w++) {
+                const number *from = weight + (j + w) * depth;
+                const int there = j + w < columns;
+                const float most = there ? largest_of(from, depth) : 0, inverse = most == 0 ? 0 : 127 / most;
+                scales[j + w] = most / 127;
+                for (int64_t i = 0; i < depth; i++) column[i] = there ? (int8_t)(int32_t)rintf(widen(from[i]) * inverse) : 0;
+                for (int64_t i = 0; i < deep; i += 4)
+                    for (int64_t k = 0; k < 4; k++) out[j * deep + i * WIDE + 4 * w + k] = (int8_t)(column[i + k] ^ SHIFT);
+            }
+        free(column);
+    }
+}
+
+#if defined(BYTES_BY_UNITS) || defined(BYTES_BY_DOTS)
+/* A row of inputs in bytes, high [depth] and low [depth], with zeros up to `deep`; the scale, and what the numbers add up to. */
+static float split_row(
+    const number *restrict x, int64_t depth, int64_t deep, int8_t *restrict high, int8_t *restrict low, int32_t *restrict sum) {
+    const float most = largest_of(x, depth), inverse = most == 0 ? 0 : MOST_HIGH / most;
+    int32_t all = 0;
+    for (int64_t i = 0; i < depth; i++) {
+        const int32_t whole = (int32_t)rintf(widen(x[i]) * inverse), over = whole + 128;
+        low[i] = (int8_t)whole;
+        high[i] = (int8_t)(over >> 8);
+        all += whole;
+    }
+    memset(high + depth, 0, deep - depth);
+    memset(low + depth, 0, deep - depth);
+    *sum = all;
+    return most / MOST_HIGH;
 }
 #endif
 
@@ -1028,12 +1111,102 @@ void gw_multiply(
     free(held);
 }
 
+/* Write 16 rows of 32 columns: `sums` [4, 16, 16] are those of high bytes and of low ones, each in two halves. */
+static inline void put_bytes(
+    const int32_t *sums, const float *row_scales, const float *scales, const number *bias, number *out, int64_t row, int64_t column,
+    int64_t rows, int64_t columns) {
+    const block to = block_at(NULL, bias, out, row, column, rows, columns, 0);
+    const __m512 by[2] = {_mm512_loadu_ps(scales + column), _mm512_loadu_ps(scales + column + TILE)}, more[2] = {to.low, to.high};
+    for (int64_t r = 0; r < least(TILE, to.rows); r++) {
+        const __m512 row_scale = _mm512_set1_ps(row_scales[row + r]);
+        __m512 half[2];
+        for (int h = 0; h < 2; h++) {
+            const __m512 high = _mm512_cvtepi32_ps(_mm512_load_si512(sums + h * 256 + r * TILE));
+            const __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(sums + 512 + h * 256 + r * TILE));
+            const __m512 sum = _mm512_fmadd_ps(high, _mm512_set1_ps(256), low);
+            half[h] = _mm512_fmadd_ps(sum, _mm512_mul_ps(row_scale, by[h]), more[h]);
+        }
+        _mm512_mask_storeu_epi16(to.to + r * columns, to.there, (__m512i)_mm512_cvtne2ps_pbh(half[1], half[0]));
+    }
+}
+
+/* gw_multiply_packed with a weight of 8 bits. */
+static void multiply_8bit(
+    const number *x, const int8_t *packed, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
+    int64_t depth) {
+    const int64_t deep = whole_lines(depth), grain = grain_of(columns), most = least(PANEL, (rows + TILE - 1) / TILE * TILE);
+    int8_t *held = aligned_alloc(LINE, 2 * most * deep); /* [rows / 16, depth / 64, high and low, 16, 64] */
+    float *row_scales = malloc(rows * sizeof(float));
+#pragma omp parallel
+    {
+        int32_t sums[2][1024] __attribute__((aligned(64)));
+        int8_t *row = malloc(2 * deep);
+        take_tiles();
+        for (int64_t first = 0; first < rows; first += PANEL) { /* so many rows as stay in the cache */
+            const int64_t count = least(PANEL, rows - first);
+            int64_t before[2] = {-1, -1}, turn = 0;
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < count; r++) { /* what other rows of a tile hold, nobody reads */
+                int32_t sum;
+                int8_t *to = held + 2 * (r / TILE * TILE) * deep + r % TILE * LINE;
+                row_scales[first + r] = split_row(x + (first + r) * depth, depth, deep, row, row + deep, &sum);
+                for (int64_t c = 0; c < deep; c += LINE, to += 2 * TILE * LINE) {
+                    memcpy(to, row + c, LINE);
+                    memcpy(to + TILE * LINE, row + deep + c, LINE);
+                }
+            }
+#pragma omp for schedule(dynamic)
+            for (int64_t at = 0; at < columns; at += grain)
+                for (int64_t j = at; j < least(at + grain, columns); j += STEP)
+                    for (int64_t i = 0; i < count; i += TILE) {
+                        const int8_t *left = held + 2 * i * deep, *right = packed + j * deep;
+                        _tile_zero(0);
+                        _tile_zero(1);
+                        _tile_zero(2);
+                        _tile_zero(3);
+                        for (int64_t c = 0; c < deep; c += LINE, left += 2 * TILE * LINE, right += STEP * LINE) {
+                            if (i == 0)
+                                for (int64_t k = 0; k < STEP; k++) _mm_prefetch((const char *)(right + (4 * STEP + k) * LINE), _MM_HINT_T1);
+                            _tile_loadd(4, left, LINE);
+                            _tile_loadd(5, left + TILE * LINE, LINE);
+                            _tile_loadd(6, right, 2 * LINE);
+                            _tile_loadd(7, right + LINE, 2 * LINE);
+                            _tile_dpbssd(0, 4, 6);
+                            _tile_dpbssd(1, 4, 7);
+                            _tile_dpbssd(2, 5, 6);
+                            _tile_dpbssd(3, 5, 7);
+                        }
+                        if (before[0] >= 0) /* the units need not wait for that */
+                            put_bytes(sums[1 - turn], row_scales, scales, bias, out, before[0], before[1], rows, columns);
+                        int32_t *to = sums[turn];
+                        _tile_stored(0, to, LINE);
+                        _tile_stored(1, to + 256, LINE);
+                        _tile_stored(2, to + 512, LINE);
+                        _tile_stored(3, to + 768, LINE);
+                        __asm__ volatile("" ::: "memory"); /* GCC does not know that _tile_stored writes memory */
+                        before[0] = first + i, before[1] = j, turn = 1 - turn;
+                    }
+            if (before[0] >= 0) put_bytes(sums[1 - turn], row_scales, scales, bias, out, before[0], before[1], rows, columns);
+        }
+        leave_tiles();
+        free(row);
+    }
+    free(held);
+    free(row_scales);
+}
+
 /* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL: for few rows, whose time is that
- * of reading the weight. The numbers are those of gw_multiply. */
+ * of reading the weight. The numbers are those of gw_multiply; with `scales` the weight is of 8 bits. */
 void gw_multiply_packed(
-    const number *x, const number *packed, const number *bias, number *out, int64_t rows, int64_t columns, int64_t depth) {
+    const number *x, const void *weight, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
+    int64_t depth) {
+    if (scales) {
+        multiply_8bit(x, weight, scales, bias, out, rows, columns, depth);
+        return;
+    }
+    const number *packed = weight;
     const operand left = {x, depth, rows, depth, 0};
-    const int64_t deep = whole_steps(depth), grain = columns < 2048 ? STEP : columns < 8192 ? 4 * STEP : 8 * STEP;
+    const int64_t deep = whole_steps(depth), grain = grain_of(columns);
     number *held = aligned_alloc(64, least(PANEL, whole_steps(rows)) * deep * sizeof(number));
     for (int64_t first = 0; first < rows; first += PANEL) { /* so many rows as stay in the cache */
         const int64_t end = least(first + PANEL, rows);
@@ -1123,10 +1296,144 @@ static const sums_of SUMS_OF[] = { /* as many as there are registers for */
 };
 enum { MOST = sizeof SUMS_OF / sizeof *SUMS_OF };
 
-/* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL. */
+/* WIDE sums of a row to out, from column `j` of `columns` on, with its bias added unless NULL. */
+static inline void put_row(float *sum, const number *bias, number *out, int64_t j, int64_t columns) {
+    const int64_t wide = least(WIDE, columns - j);
+    if (bias)
+        for (int64_t c = 0; c < wide; c++) sum[c] += widen(bias[j + c]);
+    if (wide == WIDE) store(out + j, *(vec *)sum), store(out + j + LANES, *(vec *)(sum + LANES));
+    else
+        for (int64_t c = 0; c < wide; c++) out[j + c] = narrow(sum[c]);
+}
+
+#ifdef BYTES_BY_DOTS
+/* To each sum, four products of weights and inputs. */
+static inline mask add_dots(mask sum, mask weights, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+#ifdef __AVX512F__
+    return (mask)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(four));
+#else
+    return (mask)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(four));
+#endif
+}
+
+/* Sums of ROWS rows of x, [high and low, depth] of bytes, against a panel, to [ROWS, WIDE]. */
+#define BYTE_SUMS(ROWS)                                                                                                      \
+    static void byte_sums_##ROWS(const int8_t *x, int64_t line, const int8_t *panel, int64_t depth, float *to) {              \
+        mask sums[ROWS][4] = {{{0}}};                                                                                        \
+        for (int64_t d = 0; d < depth; d += 4) {                                                                             \
+            __builtin_prefetch(panel + (d + LINE) * WIDE, 0, 2);                                                             \
+            if (LANES == 16) __builtin_prefetch(panel + (d + LINE) * WIDE + LINE, 0, 2);                                     \
+            const mask one = *(const mask *)(panel + d * WIDE), two = *(const mask *)(panel + d * WIDE + 4 * LANES);         \
+            for (int r = 0; r < ROWS; r++) {                                                                                 \
+                const int8_t *high = x + r * line + d, *low = high + line / 2;                                                \
+                sums[r][0] = add_dots(sums[r][0], one, high), sums[r][1] = add_dots(sums[r][1], two, high);                  \
+                sums[r][2] = add_dots(sums[r][2], one, low), sums[r][3] = add_dots(sums[r][3], two, low);                    \
+            }                                                                                                                \
+        }                                                                                                                    \
+        for (int r = 0; r < ROWS; r++)                                                                                       \
+            for (int h = 0; h < 2; h++) {                                                                                    \
+                const vec high = __builtin_convertvector(sums[r][h], vec), low = __builtin_convertvector(sums[r][2 + h], vec);\
+                *(vec *)(to + r * WIDE + h * LANES) = high * 256.0f + low;                                                   \
+            }                                                                                                                \
+    }
+BYTE_SUMS(1) BYTE_SUMS(2) BYTE_SUMS(3)
+#ifdef __AVX512F__
+BYTE_SUMS(4) BYTE_SUMS(5) BYTE_SUMS(6)
+#endif
+
+typedef void (*byte_sums_of)(const int8_t *, int64_t, const int8_t *, int64_t, float *);
+static const byte_sums_of BYTE_SUMS_OF[] = {
+    byte_sums_1, byte_sums_2, byte_sums_3,
+#ifdef __AVX512F__
+    byte_sums_4, byte_sums_5, byte_sums_6,
+#endif
+};
+enum { MOST_BYTES = sizeof BYTE_SUMS_OF / sizeof *BYTE_SUMS_OF };
+
+/* gw_multiply_packed with a weight of 8 bits. */
+static void multiply_8bit(
+    const number *x, const int8_t *packed, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
+    int64_t depth) {
+    const int64_t deep = whole_lines(depth), line = 2 * deep, grain = grain_of(columns);
+    int8_t *held = malloc(rows * line);
+    float *row_scales = malloc(rows * sizeof(float)), *shifts = malloc(rows * sizeof(float));
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows; i++) {
+            int32_t sum;
+            row_scales[i] = split_row(x + i * depth, depth, deep, held + i * line, held + i * line + deep, &sum);
+            shifts[i] = (float)SHIFT * (float)sum;
+        }
+        for (int64_t first = 0; first < rows; first += PANEL) { /* so many rows as stay in the cache */
+            const int64_t count = least(PANEL, rows - first), blocks = (count + MOST_BYTES - 1) / MOST_BYTES;
+            const int64_t high = (count + blocks - 1) / blocks;
+#pragma omp for schedule(dynamic)
+            for (int64_t at = 0; at < columns; at += grain)
+                for (int64_t j = at; j < least(at + grain, columns); j += WIDE)
+                    for (int64_t i = first; i < first + count; i += high) {
+                        float sums[MOST_BYTES * WIDE];
+                        const int64_t taken = least(high, first + count - i);
+                        BYTE_SUMS_OF[taken - 1](held + i * line, line, packed + j * deep, depth, sums);
+                        for (int64_t r = 0; r < taken; r++) {
+                            float *sum = sums + r * WIDE;
+                            for (int64_t c = 0; c < WIDE; c++) sum[c] = (sum[c] - shifts[i + r]) * row_scales[i + r] * scales[j + c];
+                            put_row(sum, bias, out + (i + r) * columns, j, columns);
+                        }
+                    }
+        }
+    }
+    free(held);
+    free(row_scales);
+    free(shifts);
+}
+#else
+/* gw_multiply_packed with a weight of 8 bits, a panel of which is widened for all rows. */
+static void multiply_8bit(
+    const number *x, const int8_t *packed, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
+    int64_t depth) {
+    const int64_t deep = whole_lines(depth), grain = grain_of(columns), blocks = (rows + MOST - 1) / MOST, high = (rows + blocks - 1) / blocks;
+#pragma omp parallel
+    {
+        number *panel = malloc(WIDE * deep * sizeof(number));
+#pragma omp for schedule(dynamic)
+        for (int64_t at = 0; at < columns; at += grain)
+            for (int64_t j = at; j < least(at + grain, columns); j += WIDE) {
+                for (int64_t i = 0; i < WIDE * deep; i += 4 * LANES) { /* four depths of LANES columns */
+                    const int8_t *from = packed + j * deep + i;
+                    __builtin_prefetch(from + 16 * LINE, 0, 2);
+                    const bits four = *(const bits *)from;
+                    for (int k = 0; k < 4; k++)
+                        store(panel + i / (4 * WIDE) * 4 * WIDE + k * WIDE + i / 4 % WIDE,
+                              __builtin_convertvector((mask)(four << (24 - 8 * k)) >> 24, vec));
+                }
+                for (int64_t i = 0; i < rows; i += high) {
+                    float sums[MOST * WIDE];
+                    const int64_t taken = least(high, rows - i);
+                    SUMS_OF[taken - 1](x + i * depth, depth, panel, depth, sums);
+                    for (int64_t r = 0; r < taken; r++) {
+                        for (int64_t c = 0; c < WIDE; c++) sums[r * WIDE + c] *= scales[j + c];
+                        put_row(sums + r * WIDE, bias, out + (i + r) * columns, j, columns);
+                    }
+                }
+            }
+        free(panel);
+    }
+}
+#endif
+
+/* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL; with `scales` it is of 8 bits. */
 void gw_multiply_packed(
-    const number *x, const number *packed, const number *bias, number *out, int64_t rows, int64_t columns, int64_t depth) {
-    const int64_t deep = whole_steps(depth), grain = columns < 2048 ? STEP : columns < 8192 ? 4 * STEP : 8 * STEP;
+    const number *x, const void *weight, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
+    int64_t depth) {
+    if (scales) {
+        multiply_8bit(x, weight, scales, bias, out, rows, columns, depth);
+        return;
+    }
+    const number *packed = weight;
+    const int64_t deep = whole_steps(depth), grain = grain_of(columns);
     number *held = NULL;
     if (depth % DEEP) { /* with a 0 at each row's end */
         held = calloc(rows * deep, sizeof(number));
@@ -1141,27 +1448,21 @@ void gw_multiply_packed(
             for (int64_t j = at; j < least(at + grain, columns); j += WIDE)
                 for (int64_t i = first; i < first + count; i += high) {
                     float sums[MOST * WIDE];
-                    const int64_t taken = least(high, first + count - i), wide = least(WIDE, columns - j);
+                    const int64_t taken = least(high, first + count - i);
                     SUMS_OF[taken - 1](from + i * line, line, packed + j * deep, depth, sums);
-                    for (int64_t r = 0; r < taken; r++) {
-                        number *to = out + (i + r) * columns + j;
-                        float *sum = sums + r * WIDE;
-                        if (bias)
-                            for (int64_t c = 0; c < wide; c++) sum[c] += widen(bias[j + c]);
-                        if (wide == WIDE) store(to, *(vec *)sum), store(to + LANES, *(vec *)(sum + LANES));
-                        else
-                            for (int64_t c = 0; c < wide; c++) to[c] = narrow(sum[c]);
-                    }
+                    for (int64_t r = 0; r < taken; r++) put_row(sums + r * WIDE, bias, out + (i + r) * columns, j, columns);
                 }
     }
     free(held);
 }
 #endif
 
-/* A layer as models/layer.py has it, the weights of its products as gw_pack lays them out. What its family does not have is NULL. */
+/* A layer as models/layer.py has it, the weights of its products as gw_pack lays them out, or gw_pack_8bit, whose scales follow. What its
+ * family does not have is NULL. */
 typedef struct {
     const number *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias, *post_norm, *gate_up, *down, *attention_norm,
         *feed_forward_norm;
+    const float *qkv_scales, *output_scales, *gate_up_scales, *down_scales;
 } layer;
 
 /* What a layer's attention reads and appends to, as gw_decode_attention takes it. */
@@ -1183,18 +1484,18 @@ void gw_decode_layers(
     number *active = gate_up + rows * 2 * inner;
     for (const layer *l = layers; l < layers + count; l++, caches++) {
         gw_add_norm(x, l > layers ? added : NULL, l->input_norm, normed, rows, depth, epsilon, offset);
-        gw_multiply_packed(normed, l->qkv, l->qkv_bias, qkv, rows, line, depth);
+        gw_multiply_packed(normed, l->qkv, l->qkv_scales, l->qkv_bias, qkv, rows, line, depth);
         if (l->q_norm) gw_norm_heads(qkv, l->q_norm, l->k_norm, rows, heads, kv_heads, width, epsilon, offset);
         gw_decode_attention(
             qkv, caches->cosine, caches->sine, caches->own_keys, caches->own_values, caches->prompt_keys, caches->prompt_values,
             own_lengths, group_of_row, prompt_lengths, attended, rows, heads, kv_heads, width, own_room, prompt_room, caches->window,
             scale);
-        gw_multiply_packed(attended, l->output, l->output_bias, added, rows, depth, heads * width);
+        gw_multiply_packed(attended, l->output, l->output_scales, l->output_bias, added, rows, depth, heads * width);
         if (l->attention_norm) gw_add_norm(added, NULL, l->attention_norm, added, rows, depth, epsilon, offset);
         gw_add_norm(x, added, l->post_norm, normed, rows, depth, epsilon, offset);
-        gw_multiply_packed(normed, l->gate_up, NULL, gate_up, rows, 2 * inner, depth);
+        gw_multiply_packed(normed, l->gate_up, l->gate_up_scales, NULL, gate_up, rows, 2 * inner, depth);
         gw_gated(gate_up, active, rows, inner, gelu);
-        gw_multiply_packed(active, l->down, NULL, added, rows, depth, inner);
+        gw_multiply_packed(active, l->down, l->down_scales, NULL, added, rows, depth, inner);
         if (l->feed_forward_norm) gw_add_norm(added, NULL, l->feed_forward_norm, added, rows, depth, epsilon, offset);
     }
 }
