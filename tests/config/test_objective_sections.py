@@ -25,6 +25,8 @@ from groupwise.config.objective import (
 from groupwise.config.presets import PRESETS
 from groupwise.config.section import REGISTERED
 from groupwise.errors import ConfigError
+from groupwise.evaluation.judging import sampling_settings
+from groupwise.rollout import rollout_settings
 
 
 def chosen(*overrides: str) -> AlgorithmConfig:
@@ -165,6 +167,25 @@ def test_what_was_assigned_stays_and_the_rest_follows_the_preset():
     assert config.algorithm.needs_values
     config.algorithm.loss = {"type": "reinforce"}
     assert config.algorithm.loss == ReinforceLoss()
+
+
+def test_samples_of_rounded_weights_are_corrected_for_and_say_nothing_of_the_policy():
+    plain, rounded = load_config(None, []), load_config(None, ["rollout.quantization=8bit"])
+    assert (plain.correction_level, plain.samples_are_the_policys) == ("none", True)
+    assert (rounded.correction_level, rounded.samples_are_the_policys) == ("token", False)
+    assert load_config(None, ["rollout.quantization=8bit", "algorithm.correction=null"]).correction_level == "none"
+    assert build_config(yaml.safe_load(dump_config(rounded))) == rounded
+    for engine in ("vllm", "transformers", "mine.py:Mine"):
+        with pytest.raises(ConfigError, match=f"quantization is 8bit, but engine is {engine}, and the built-in engine alone"):
+            load_config(None, ["rollout.quantization=8bit", f"rollout.engine={engine}"])
+
+
+def test_rounded_weights_are_for_training_alone():
+    """What is judged is the policy."""
+    config = load_config(None, ["rollout.quantization=8bit"])
+    assert rollout_settings(config.rollout).in_8_bits
+    assert not rollout_settings(load_config(None, []).rollout).in_8_bits
+    assert not any(sampling_settings(config, mode).in_8_bits for mode in ("greedy", "sampled"))
 
 
 def test_what_the_engine_wants_corrected_outlives_an_assignment():

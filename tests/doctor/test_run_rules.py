@@ -466,6 +466,13 @@ def test_a_growing_disagreement_is_a_sampler_left_behind_and_a_steady_one_is_not
     assert "sampler-stale" not in ill["sampler-mismatch"]
 
 
+def test_samples_of_rounded_weights_are_no_fault_of_the_sampler(tmp_path):
+    apart = {"policy/sampler_mismatch": 0.4}
+    story = Story(overrides=["rollout.quantization=8bit"], metrics=lambda step, p: apart)
+    assert "sampler-mismatch" not in findings_of(tmp_path / "run", story)
+    assert "sampler-mismatch" in findings_of(tmp_path / "exact", Story(metrics=lambda step, p: apart))
+
+
 def test_samples_of_older_weights_are_no_fault_of_the_sampler(tmp_path):
     """With rollout.ahead they disagree with the trainer by right, and a ratio to the sampler is not 1."""
     old = {"policy/sampler_mismatch": 0.4, "policy/ratio_deviation": 0.2, "policy/clip_share": 0.02}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import cache as cache_module
 from groupwise.engines.builtin import decode as decode_module
 from groupwise.engines.builtin import engine as engine_module
+from groupwise.engines.builtin.decode import why_not_in_8_bits
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.models.decoder import Decoder
 from groupwise.models.embedded import EMBEDDED_NAME
@@ -66,6 +68,31 @@ def test_samples_do_not_depend_on_the_rows_in_flight(family, max_rows, make_engi
     many, few = (make_engine(family(), max_rows=rows).sample(prompts, 4, SAMPLED, seed=3, scope="s") for rows in (64, max_rows))
     assert ids_of(few) == ids_of(many)
     torch.testing.assert_close(recorded(few), recorded(many), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)
+def test_a_policy_in_8_bits_is_the_rounded_one(family, make_prompts, tokenizer):
+    """Its log-probabilities are nearer to those of a model whose weights were rounded before than to the policy's own. A prompt's token is
+    computed by the weights as they are, so they are not the same."""
+    model, prompts = family(hidden_size=128, intermediate_size=96, head_dim=32), make_prompts([1] * 7)
+    if (why := why_not_in_8_bits(model.get_input_embeddings().weight)) is not None:
+        pytest.skip(why)
+    decoder, settings = Decoder(model), SamplingSettings(max_tokens=40, in_8_bits=True)
+    engine = BuiltinEngine(decoder, tokenizer, ENDS)
+    groups = engine.sample(prompts, 8, settings, seed=3, scope="s")
+    plain = BuiltinEngine(decoder, tokenizer, ENDS).sample(prompts, 8, replace(settings, in_8_bits=False), seed=3, scope="s")
+    own = scored(decoder, prompts, groups)
+    torch.testing.assert_close(recorded(plain), scored(decoder, prompts, plain), rtol=1e-4, atol=1e-4)  # as if nothing had been
+    model.config.tie_word_embeddings = False  # what is embedded is not rounded
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and "embed" not in name:
+            scale = (parameter.data.abs().amax(1, keepdim=True) / 127).clamp_min(1e-30)
+            parameter.data = (parameter.data / scale).round() * scale
+    rounded = scored(Decoder(model), prompts, groups)
+    from_own, from_rounded = ((recorded(groups) - x).abs().mean() for x in (own, rounded))
+    assert 0 < from_rounded < 0.8 * from_own
+    assert from_own < 0.1
 
 
 def test_samples_do_not_depend_on_order_or_company(make_engine, make_prompts, ids_of):

@@ -12,6 +12,7 @@ from groupwise.config import load_config
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines import SamplingSettings, check_engine, make_engine
 from groupwise.engines.base import COLDEST, Engine
+from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ConfigError, ModelError, TrainingError
@@ -124,6 +125,23 @@ def test_an_engine_of_ones_own_is_made_of_its_file(my_engine, tiny_llama, tokeni
     told = []
     assert engine.stream(prompts[0], greedy, seed=1, on_text=told.append).text == "".join(told)
     assert (engine.holds_weights, engine.limit, engine.metrics()) == (False, None, {})
+
+
+def test_weights_of_8_bits_need_kernels_and_a_model_that_is_covered(tiny_llama, tokenizer, monkeypatch):
+    policy, rollout = Policy(tiny_llama(), tokenizer, (2,), 256, "some/model"), RolloutConfig(quantization="8bit")
+    if decode.why_not_in_8_bits(policy.model.get_input_embeddings().weight) is None:
+        assert isinstance(make_engine(policy, rollout), BuiltinEngine)
+    monkeypatch.setattr(decode, "_apart_in_8_bits", lambda dtype: 0.3)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.quantization is 8bit, but some/model cannot be sampled .*(0\.3 apart|no kernels)"
+    ):
+        make_engine(policy, rollout)
+    monkeypatch.setattr(decode.native, "packs", lambda weight: False)
+    with pytest.raises(ConfigError, match=r"float32 has no kernels of the package's own here \(.+\)\. Leave it out"):
+        make_engine(policy, rollout)
+    monkeypatch.setattr("groupwise.models.decoder.why_unsupported", lambda model: "it is unheard of")
+    with pytest.raises(ConfigError, match=r"cannot be sampled with weights of 8 bits: it is unheard of\. Leave it out"):
+        make_engine(policy, rollout)
 
 
 @pytest.mark.parametrize(

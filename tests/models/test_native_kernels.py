@@ -454,6 +454,83 @@ def test_packed_weights_give_the_same_products(numbers, dtype, columns, depth):
     assert calls.multiply_packed(x[:0], packed, columns).shape == (0, columns)
 
 
+def rounded_to_8_bits(weight):
+    """By what ``pack_8bit`` promises; in fp32 up to the whole numbers, since ties are many in bf16."""
+    largest = weight.float().abs().amax(1, keepdim=True)
+    inverse = torch.full_like(largest, 127) / largest  # 127 / largest would be 127 times a reciprocal
+    return (weight.float() * inverse.nan_to_num(posinf=0)).round().double() * (largest / 127).double()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("columns", "depth"), [(500, 576), (33, 70), (2100, 96), (9000, 64), (70, 33), (40, 9000)])
+def test_products_in_8_bits_are_those_of_the_rounded_weights(numbers, dtype, columns, depth):
+    """Whatever rows are beside one, and on however many threads. Inputs are cut at 1 / 65,024 of a row's largest number."""
+    x, weight, bias = numbers(300, depth), numbers(columns, depth), numbers(columns)
+    if not calls.packs(weight):
+        pytest.skip("this processor does not multiply such numbers")
+    x[7] *= 1000  # each row has a scale of its own
+    weight[5] *= 100
+    packed, scales = calls.pack_8bit(weight)
+    assert packed.numel() <= (columns + 31) * (depth + 63)
+    assert packed.element_size() == 1
+    torch.testing.assert_close(scales[:columns], weight.float().abs().amax(1) / 127)
+    rounded, threads = rounded_to_8_bits(weight).t(), torch.get_num_threads()
+    exact, cut = x.double() @ rounded, x.double().abs().amax(1, keepdim=True) / 65_024 * rounded.abs().sum(0)
+    for added in (None, bias):
+        whole = calls.multiply_packed(x, packed, columns, added, scales)
+        expected = exact if added is None else exact + added.double()
+        assert ((whole.double() - expected).abs() <= 1.01 * (cut + ROUNDING[dtype] * expected.abs()) + 1e-6).all()
+        error, size = ((y - expected if y is whole else y)[8:, 6:].norm() for y in (whole, expected))
+        assert error < (3e-3 if dtype == BF16 else 1e-4) * size  # of those that are as large as each other
+        for rows in (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 130, 257):
+            assert torch.equal(calls.multiply_packed(x[:rows], packed, columns, added, scales), whole[:rows])
+        try:
+            torch.set_num_threads(3 - min(threads, 2))
+            assert torch.equal(calls.multiply_packed(x, packed, columns, added, scales), whole)
+        finally:
+            torch.set_num_threads(threads)
+    assert calls.multiply_packed(x[:0], packed, columns, None, scales).shape == (0, columns)
+
+
+@needs_kernels
+def test_weights_in_8_bits_read_back_one_by_one(numbers, dtype):
+    """Rows of zeros but for a one read the weight's columns: each number is within half a step of what it was."""
+    weight = numbers(70, 130)
+    if not calls.packs(weight):
+        pytest.skip("this processor does not multiply such numbers")
+    weight[3] = 0
+    packed, scales = calls.pack_8bit(weight)
+    found = calls.multiply_packed(torch.eye(130, dtype=dtype), packed, 70, None, scales).t()
+    assert ((found - weight).float().abs() <= (0.5 + 127 * ROUNDING[dtype]) * scales[:70, None]).all()
+    close(found, rounded_to_8_bits(weight))
+    largest = weight.float().abs().amax(1)
+    torch.testing.assert_close(found.float().abs().amax(1), largest, rtol=ROUNDING[dtype] + 1e-5, atol=0)
+    assert found[3].count_nonzero() == 0
+
+
+@needs_kernels
+def test_what_is_no_number_stays_so_in_8_bits(numbers, dtype):
+    """Where it is a weight, in its column; where it is an input, in its row."""
+    weight, x = numbers(40, 70), numbers(20, 70)
+    if not calls.packs(weight):
+        pytest.skip("this processor does not multiply such numbers")
+    weight[4, 9] = x[3, 60] = float("nan")
+    packed, scales = calls.pack_8bit(weight)
+    missing = calls.multiply_packed(x, packed, 40, None, scales).isnan()
+    assert missing[:, 4].all()
+    assert missing[3].all()
+    assert missing.sum() == 20 + 40 - 1
+
+
+@needs_kernels
+def test_inputs_of_zeros_give_zeros_in_8_bits(numbers, dtype):
+    weight = numbers(40, 70)
+    if not calls.packs(weight):
+        pytest.skip("this processor does not multiply such numbers")
+    packed, scales = calls.pack_8bit(weight)
+    assert calls.multiply_packed(torch.zeros(3, 70, dtype=dtype), packed, 40, None, scales).count_nonzero() == 0
+
+
 @pytest.mark.parametrize("units", [pytest.param(True, marks=needs_units), False])
 def test_a_product_with_and_without_matrix_units(units, monkeypatch):
     monkeypatch.setattr(calls, "_products_allowed", units)
@@ -494,8 +571,10 @@ def test_a_system_that_refuses_matrix_units_has_no_products_by_them(permitted, m
 def test_weights_of_another_dtype_are_an_error():
     """A kernel would read them as what they are not."""
     packed = calls.pack(random(FP32, 64, 32))
-    with pytest.raises(AssertionError, match="packed for inputs of that dtype"):
+    with pytest.raises(AssertionError, match=r"inputs in torch\.bfloat16 take those in torch\.bfloat16"):
         calls.multiply_packed(random(BF16, 4, 32), packed, 64)
+    with pytest.raises(AssertionError, match=r"inputs in torch.float32 take those in torch.int8"):
+        calls.multiply_packed(random(FP32, 4, 32), packed, 64, None, torch.ones(64))
 
 
 def test_matrix_units_are_for_bf16_alone():
@@ -551,8 +630,9 @@ def test_a_model_samples_and_learns_as_without_them(family, kv_heads, dtype, req
 
 
 @needs_kernels
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize(("family", "kv_heads"), [("tiny_llama", 2), ("tiny_qwen2", 1), ("tiny_qwen3", 4), ("tiny_gemma3", 1)])
-def test_layers_in_one_call_give_the_numbers_of_many(family, kv_heads, dtype, request, monkeypatch):
+def test_layers_in_one_call_give_the_numbers_of_many(family, kv_heads, in_8_bits, dtype, request, monkeypatch):
     """Rows end and leave, and the tables of keys and values grow."""
     if not calls.packs(torch.empty(0, dtype=dtype)):
         pytest.skip("this processor does not multiply such numbers")
@@ -567,10 +647,10 @@ def test_layers_in_one_call_give_the_numbers_of_many(family, kv_heads, dtype, re
         if not one_call:
             monkeypatch.setattr(calls, "table", lambda rows: None)
         groups = BuiltinEngine(decoder, Numbers(), (2,)).sample(
-            _prompts([5, 40]), 9, SamplingSettings(max_tokens=100), seed=1, scope="s"
+            _prompts([5, 40]), 9, SamplingSettings(max_tokens=100, in_8_bits=in_8_bits), seed=1, scope="s"
         )
         found.append([(c.token_ids, c.logprobs) for group in groups for c in group])
-        assert len({len(tokens) for tokens, _ in found[-1]}) > 3
+        assert len({len(tokens) for tokens, _ in found[-1]}) > 2
     assert found[0] == found[1]
     assert len(calls_seen) == max(len(tokens) for tokens, _ in found[0]) - 1
     assert set(calls_seen) > {18}

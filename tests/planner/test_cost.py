@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from groupwise.config import build_config, load_config
-from groupwise.config.schema import KLConfig
+from groupwise.config.schema import KLConfig, ModelConfig
 from groupwise.errors import ConfigError
 from groupwise.planner import HARDWARE, ModelShape, Setup, hardware, make_plan
 from groupwise.planner.cost import decode_step_s, link_bytes_per_s, step_cost
@@ -223,6 +223,15 @@ def test_the_fastest_call_counts(monkeypatch):
 
     assert hardware._fastest(action, lambda: None, seconds=15) == 3
     assert next(durations) == 1, "there was no time for it"
+
+
+def test_weights_of_8_bits_are_read_in_half_of_the_time():
+    name = "Qwen/Qwen2.5-1.5B-Instruct"
+    configs = [load_config("gsm8k-1.5b-cpu", [f"model.name={name}", *more]) for more in ([], ["rollout.quantization=8bit"])]
+    setups = [Setup(config, find_shape(ModelConfig(name=name)), "cpu") for config in configs]
+    plain, rounded = (decode_step_s(one, HARDWARE["cpu"], 1, 1) for one in setups)
+    assert rounded == pytest.approx(plain / 2, rel=0.01)
+    assert rounded > 0
 
 
 def test_a_decode_step_has_a_floor_on_a_gpu_whatever_the_card():

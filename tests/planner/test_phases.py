@@ -224,3 +224,5 @@ def test_a_cpu_samples_from_rearranged_weights_of_either_kind(dtype, size):
     planned = setup(f"model.dtype={dtype}")
     (found,) = [one for one in sampling(planned) if one.name == "rearranged weights"]
     assert found.bytes == size * (planned.shape.layers * planned.shape.layer_matrices + planned.shape.head)
+    (rounded,) = [one for one in sampling(setup(f"model.dtype={dtype}", "rollout.quantization=8bit")) if one.name == found.name]
+    assert (rounded.bytes, rounded.formula) == (found.bytes // size, "(L matrices + V D), while sampling")

@@ -78,15 +78,9 @@ def make_engine(
         raise ConfigError(
             f"rollout.engine is builtin, which does not cover {policy.name} ({reason}): use rollout.engine=transformers or auto"
         )
-    if rollout.quantization != "none":
-        why_not = reason or why_not_in_8_bits(
-            scorer.embedding if isinstance(scorer, Decoder) else policy.model.get_input_embeddings().weight
-        )
-        if why_not is not None:
-            raise ConfigError(
-                f"rollout.quantization is {rollout.quantization}, but {policy.name} cannot be sampled with weights of 8 bits: {why_not}. "
-                "Leave it out"
-            )
+    in_8_bits = rollout.quantization != "none"
+    if in_8_bits and reason is not None:
+        raise _no_8_bits(policy, reason)
     if rollout.engine == "transformers" or reason is not None:
         module = base_module(policy.model)
         return TransformersEngine(module, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
@@ -103,4 +97,12 @@ def make_engine(
         if isinstance(own, MergedDecoder) and scorer is None:  # else the model's module learns
             own.store_in_16_bits()
         scorer = own
+    if in_8_bits and (reason := why_not_in_8_bits(scorer.embedding)) is not None:
+        raise _no_8_bits(policy, reason)
     return BuiltinEngine(scorer, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
+
+
+def _no_8_bits(policy: Policy, reason: str) -> ConfigError:
+    return ConfigError(
+        f"rollout.quantization is 8bit, but {policy.name} cannot be sampled with weights of 8 bits: {reason}. Leave it out"
+    )

@@ -102,7 +102,7 @@ def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, de
     groups = max(1, rows // setup.config.rollout.completions_per_prompt)
     unpacked = 2 * s * shape.layers * shape.layer_matrices if setup.quantised != "none" and not setup.by_builtin else 0
     masked = setup.by_builtin and setup.device == "cpu" and s != 2
-    in_8_bits = setup.config.rollout.quantization == "8bit"
+    in_8_bits = setup.device == "cpu" and setup.config.rollout.quantization == "8bit"
     read, seen = float((1 if in_8_bits else s) * weights + unpacked), 0.0
     for window, layers in ({inf: shape.layers} if masked else shape.layers_by_window).items():
         own = min(length, window)

@@ -212,6 +212,7 @@ def test_a_shared_folder_is_all_that_a_file_may_come_from(tiny_llama, tmp_path):
 def test_settings_that_are_none_are_refused_by_the_server_too(wrong):
     values = protocol.settings_values(SAMPLED)
     assert protocol.settings_from(values) == SAMPLED
+    assert "in_8_bits" not in values, "servers of earlier versions do not know it"
     with pytest.raises(Refused, match=r"sampling settings .* are not understood"):
         protocol.settings_from(values | wrong)
 

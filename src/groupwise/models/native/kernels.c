@@ -869,8 +869,8 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
  * of 8 bits: with a row's largest number 127 * 256 times the scale, the error is below 1 / 65,024 of it, a tenth of what rounding to bf16
  * costs. So processors with instructions for bytes multiply four pairs in place of one or two, and sums are exact until they are scaled. */
 enum { LINE = 64, MOST_HIGH = 127 * 256 };
-#if !defined(FP32) && defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-#define BYTES_BY_UNITS
+#if !defined(FP32) && defined(__linux__) && ((defined(__AMX_BF16__) && defined(__AMX_INT8__)) || (defined(__AMXBF16__) && defined(__AMXINT8__)))
+#define MATRIX_UNITS
 #elif defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define BYTES_BY_DOTS /* of unsigned weights, 128 more, with signed inputs */
 #endif
@@ -921,7 +921,7 @@ void gw_pack_8bit(const number *weight, int8_t *out, float *scales, int64_t colu
     }
 }
 
-#if defined(BYTES_BY_UNITS) || defined(BYTES_BY_DOTS)
+#if defined(MATRIX_UNITS) || defined(BYTES_BY_DOTS)
 /* A row of inputs in bytes, high [depth] and low [depth], with zeros up to `deep`; the scale, and what the numbers add up to. */
 static float split_row(
     const number *restrict x, int64_t depth, int64_t deep, int8_t *restrict high, int8_t *restrict low, int32_t *restrict sum) {
@@ -940,7 +940,7 @@ static float split_row(
 }
 #endif
 
-#if !defined(FP32) && defined(__linux__) && (defined(__AMX_BF16__) || defined(__AMXBF16__))
+#ifdef MATRIX_UNITS
 /* ---- Matrix products on the processor's matrix units (Intel's AMX), for learning too ----
  *
  * A unit multiplies tiles of 16 rows of 64 bytes: one step adds to 16 x 16 sums the products over 32 numbers. The left tile holds 16 rows
@@ -1160,6 +1160,7 @@ static void multiply_8bit(
                 for (int64_t j = at; j < least(at + grain, columns); j += STEP)
                     for (int64_t i = 0; i < count; i += TILE) {
                         const int8_t *left = held + 2 * i * deep, *right = packed + j * deep;
+                        __asm__ volatile("" ::: "memory");
                         _tile_zero(0);
                         _tile_zero(1);
                         _tile_zero(2);
