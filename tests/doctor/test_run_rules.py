@@ -471,6 +471,8 @@ def test_samples_of_rounded_weights_are_no_fault_of_the_sampler(tmp_path):
     story = Story(overrides=["rollout.quantization=8bit"], metrics=lambda step, p: apart)
     assert "sampler-mismatch" not in findings_of(tmp_path / "run", story)
     assert "sampler-mismatch" in findings_of(tmp_path / "exact", Story(metrics=lambda step, p: apart))
+    story.overrides += ["algorithm.correction=null"]
+    assert "sampler-mismatch" in findings_of(tmp_path / "as they are", story)
 
 
 def test_samples_of_older_weights_are_no_fault_of_the_sampler(tmp_path):

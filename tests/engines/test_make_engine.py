@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from groupwise.config import load_config
 from groupwise.config.schema import RolloutConfig
-from groupwise.engines import SamplingSettings, check_engine, make_engine
+from groupwise.engines import SamplingSettings, check_engine, check_quantization, make_engine
 from groupwise.engines.base import COLDEST, Engine
 from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.engine import BuiltinEngine
@@ -129,18 +130,28 @@ def test_an_engine_of_ones_own_is_made_of_its_file(my_engine, tiny_llama, tokeni
 
 def test_weights_of_8_bits_need_kernels_and_a_model_that_is_covered(tiny_llama, tokenizer, monkeypatch):
     policy, rollout = Policy(tiny_llama(), tokenizer, (2,), 256, "some/model"), RolloutConfig(quantization="8bit")
-    if decode.why_not_in_8_bits(policy.model.get_input_embeddings().weight) is None:
+    config = load_config(None, ["rollout.quantization=8bit", "model.dtype=float32", "model.device=cpu"])
+    if decode.why_not_in_8_bits(torch.device("cpu"), torch.float32) is None:
         assert isinstance(make_engine(policy, rollout), BuiltinEngine)
-    monkeypatch.setattr(decode, "_apart_in_8_bits", lambda dtype: 0.3)
-    with pytest.raises(
-        ConfigError, match=r"rollout\.quantization is 8bit, but some/model cannot be sampled .*(0\.3 apart|no kernels)"
-    ):
-        make_engine(policy, rollout)
+        check_quantization(config, policy.model.config)
+        monkeypatch.setattr(decode, "_apart_in_8_bits", lambda dtype: 0.3)
+        with pytest.raises(
+            ConfigError, match=r"rollout\.quantization is 8bit, but some/model cannot be sampled .* 0\.3 apart from"
+        ):
+            make_engine(policy, rollout)
+        with pytest.raises(ConfigError, match=r"smollm2-135m-instruct cannot be sampled .* 0\.3 apart from"):
+            check_quantization(config, policy.model.config)
     monkeypatch.setattr(decode.native, "packs", lambda weight: False)
-    with pytest.raises(ConfigError, match=r"float32 has no kernels of the package's own here \(.+\)\. Leave it out"):
+    with pytest.raises(ConfigError, match=r"(left out on it|kernels are .*)\. Set it to none"):
         make_engine(policy, rollout)
+    monkeypatch.setattr(decode.native, "fits", lambda weight: False)
+    with pytest.raises(ConfigError, match=r"(no kernels for torch\.float32|kernels are .*)\. Set it to none"):
+        make_engine(policy, rollout)
+    assert decode.why_not_in_8_bits(torch.device("cuda"), torch.float32) == "the model is on cuda, and they are for CPUs"
+    with pytest.raises(ConfigError, match="smollm2-135m-instruct cannot be sampled with weights of 8 bits: "):
+        check_quantization(config, AutoConfig.for_model("gpt2"))
     monkeypatch.setattr("groupwise.models.decoder.why_unsupported", lambda model: "it is unheard of")
-    with pytest.raises(ConfigError, match=r"cannot be sampled with weights of 8 bits: it is unheard of\. Leave it out"):
+    with pytest.raises(ConfigError, match=r"cannot be sampled with weights of 8 bits: it is unheard of\. Set it to none"):
         make_engine(policy, rollout)
 
 

@@ -226,3 +226,4 @@ def test_a_cpu_samples_from_rearranged_weights_of_either_kind(dtype, size):
     assert found.bytes == size * (planned.shape.layers * planned.shape.layer_matrices + planned.shape.head)
     (rounded,) = [one for one in sampling(setup(f"model.dtype={dtype}", "rollout.quantization=8bit")) if one.name == found.name]
     assert (rounded.bytes, rounded.formula) == (found.bytes // size, "(L matrices + V D), while sampling")
+    assert evaluation(setup("rollout.quantization=8bit")) == evaluation(setup()), "what is judged is the policy"

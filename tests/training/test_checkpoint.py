@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from groupwise.engines.builtin.decode import why_not_in_8_bits
 from groupwise.errors import CheckpointError
 from groupwise.training.checkpoint import load_checkpoint, take_snapshot, write_snapshot
 from groupwise.training.checkpoint_folder import find_checkpoint, last_good, latest_checkpoint, read_state
@@ -106,6 +107,27 @@ def test_what_stands_around_the_objective_resumes_bit_for_bit_too(small_config, 
     assert metrics_of(resumed) == metrics_of(whole, first=1)
     one, other = final_weights(whole), final_weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_run_that_samples_with_weights_of_8_bits_resumes_bit_for_bit(small_config, letters, quiet, tmp_path, ahead):
+    """Its samples are not quite the policy's, and are weighted for it."""
+    config = small_config(
+        algorithm={"updates_per_batch": 2}, training={"steps": 3}, output={"checkpoint_every": 1, "keep_checkpoints": 3},
+        rollout={"quantization": "8bit", "ahead": ahead},
+    )  # fmt: skip
+    if (why := why_not_in_8_bits(torch.device("cpu"), torch.float32)) is not None:
+        pytest.skip(why)
+    config.model.dtype = "float32"
+    whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
+    checkpoint = whole / "checkpoints" / "step-1"
+    resumed = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "resumed", resume_from=checkpoint).folder
+    assert metrics_of(resumed) == metrics_of(whole, first=1)
+    one, other = final_weights(whole), final_weights(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for row in metrics_of(whole):
+        assert 1e-5 < row["policy/sampler_mismatch"] < 0.1
+        assert row["policy/correction"] == pytest.approx(1, abs=0.1)
 
 
 def test_a_run_that_may_be_stopped_begins_from_another_s_checkpoint_until_it_has_its_own(small_config, letters, quiet, tmp_path):

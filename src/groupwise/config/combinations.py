@@ -79,7 +79,7 @@ def _algorithm(config: Config) -> Iterator[str]:
             "and the ratio is to the weights before that, so it is 1 and nothing is clipped: algorithm.stale_samples=behaviour makes it "
             "that to the sampler"
             if stale
-            else "by the very weights that sampled it, so the ratio is 1 and nothing is clipped"
+            else "and the ratio is to the very weights that learn from it, so it is 1 and nothing is clipped"
         )
         # A note alone: a published recipe's clip is kept for runs with more updates.
         clipping = [name for name in _CLIPPING if name in type(algorithm.loss).model_fields]

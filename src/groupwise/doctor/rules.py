@@ -326,7 +326,8 @@ RULES: tuple[Rule, ...] = (
         "correction-at-its-cap", "run", "More mismatch than the correction can put right", "warning", updates.correction_cut,
         "The correction weighs each token by how much likelier the trainer finds it than the sampler did. Where the weight is capped the "
         "gradient stays off-policy, and is none of its own.",
-        "Look for the cause rather than raise algorithm.correction.cap: another engine or precision (rollout.engine), a cut "
+        "Look for the cause rather than raise algorithm.correction.cap: another engine or precision (rollout.engine, "
+        "rollout.quantization), a cut "
         "distribution (rollout.top_p, top_k).",
     ),
     Rule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from groupwise.config import Config
 from groupwise.data.answers import extract_answer
 from groupwise.doctor.findings import (
     Evidence,
@@ -235,8 +236,8 @@ def forms(run: RunRecord) -> Iterator[tuple[str, Series, float]]:
 
 def sampler_mismatch(run: RunRecord) -> Evidence | None:
     """Sampling and training disagree by more than rounding, from the start. Samples of older weights (``rollout.ahead``) do by right, and
-    those of rounded ones (``rollout.quantization``), which are weighted for it."""
-    ahead = run.config is not None and (run.config.rollout.ahead > 0 or run.config.rollout.quantization != "none")
+    so do those of rounded ones (``rollout.quantization``) where they are weighted for it."""
+    ahead = run.config is not None and (run.config.rollout.ahead > 0 or _corrected(run.config))
     mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
     worst = worst_stretch(mismatch, min(3, len(mismatch))) if len(mismatch) else None
     if worst is None or worst[0] <= ROUNDING[dtype] or stale_sampler(run) or ahead:
@@ -248,6 +249,11 @@ def sampler_mismatch(run: RunRecord) -> Evidence | None:
         {"mismatch": worst[0]},
         three(completions_between(run, worst[1])),
     )
+
+
+def _corrected(config: Config) -> bool:
+    """Whether rounded weights sample, and something corrects for it."""
+    return config.rollout.quantization != "none" and (config.correction_level != "none" or config.clips_against_the_sampler)
 
 
 def stale_sampler(run: RunRecord) -> Evidence | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from groupwise.config.schema import RolloutConfig
+from groupwise.config.schema import Config, RolloutConfig
 from groupwise.engines.base import Engine, SampleRequest, SamplingSettings
 from groupwise.errors import ConfigError
 from groupwise.importing import import_member
@@ -18,13 +18,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("groupwise")
 
-__all__ = ["Engine", "SampleRequest", "SamplingSettings", "check_engine", "make_engine"]
+__all__ = ["Engine", "SampleRequest", "SamplingSettings", "check_engine", "check_quantization", "make_engine"]
 
 
 def check_engine(rollout: RolloutConfig) -> None:
     """Raise ConfigError for an engine by import path that is not there or is none."""
     if rollout.engine_is_yours:
         _your_engine(rollout.engine)
+
+
+def check_quantization(config: Config, hf_config: Any) -> None:
+    """Raise ConfigError where weights of 8 bits are asked for (``rollout.quantization``) and this machine cannot sample with them, or not
+    such a model, of a transformers config ``hf_config``: before its weights are read."""
+    if config.rollout.quantization == "none":
+        return
+    import torch
+
+    from groupwise.engines.builtin.decode import why_not_in_8_bits
+    from groupwise.models.devices import with_dtype
+    from groupwise.models.families import why_uncovered
+    from groupwise.models.load import resolve_device
+
+    dtype = getattr(torch, with_dtype(config.model).dtype)
+    if (reason := why_uncovered(hf_config) or why_not_in_8_bits(resolve_device(config.model.device), dtype)) is not None:
+        raise _no_8_bits(config.model.name, reason)
 
 
 def _your_engine(spec: str) -> type[Engine]:
@@ -80,7 +97,7 @@ def make_engine(
         )
     in_8_bits = rollout.quantization != "none"
     if in_8_bits and reason is not None:
-        raise _no_8_bits(policy, reason)
+        raise _no_8_bits(policy.name, reason)
     if rollout.engine == "transformers" or reason is not None:
         module = base_module(policy.model)
         return TransformersEngine(module, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
@@ -97,12 +114,12 @@ def make_engine(
         if isinstance(own, MergedDecoder) and scorer is None:  # else the model's module learns
             own.store_in_16_bits()
         scorer = own
-    if in_8_bits and (reason := why_not_in_8_bits(scorer.embedding)) is not None:
-        raise _no_8_bits(policy, reason)
+    if in_8_bits and (reason := why_not_in_8_bits(scorer.device, scorer.dtype)) is not None:
+        raise _no_8_bits(policy.name, reason)
     return BuiltinEngine(scorer, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
 
 
-def _no_8_bits(policy: Policy, reason: str) -> ConfigError:
+def _no_8_bits(name: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"rollout.quantization is 8bit, but {policy.name} cannot be sampled with weights of 8 bits: {reason}. Leave it out"
+        f"rollout.quantization is 8bit, but {name} cannot be sampled with weights of 8 bits: {reason}. Set it to none"
     )

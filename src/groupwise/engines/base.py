@@ -39,8 +39,8 @@ class SamplingSettings:
     greedy: bool = False
     """Take the likeliest token; temperature, top_k, top_p and min_p then have no effect on the choice."""
     in_8_bits: bool = False
-    """Decode with weights rounded to 8 bits, which is another policy by a little. For the built-in engine, where
-    ``why_not_in_8_bits`` (``engines/builtin/decode.py``) has no objection."""
+    """Decode with weights rounded to 8 bits, which is another policy by a little; prompts are computed by the weights as they are. For the
+    built-in engine, where ``why_not_in_8_bits`` (``engines/builtin/decode.py``) has no objection."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a distribution that is none, or a length below 1."""

@@ -266,6 +266,7 @@ def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:
     judged = setup.changed(
         rollout__max_completion_tokens=settings.max_completion_tokens or rollout.max_completion_tokens,
         rollout__max_concurrent_sequences=limit,
+        rollout__quantization="none",  # what is judged is the policy
     )
     return _sampling(judged, -(-min(settings.problems or _MANY, there_are) // setup.world_size), settings.samples)
 

@@ -235,6 +235,12 @@ def make_plan(
     if setup.device == "cpu":
         limit //= setup.processes_here
     refuse_undividable(config, setup.sharding, setup.shape.uncovered)
+    if config.rollout.quantization != "none" and (setup.device != "cpu" or shape.uncovered):
+        why = "this plan is for GPUs" if setup.device != "cpu" else f"{config.model.name} is not covered ({shape.uncovered})"
+        raise ConfigError(
+            f"rollout.quantization is {config.rollout.quantization}, with which the built-in engine samples on CPUs, but {why}: set it to "
+            "none"
+        )
     if (critic := critic_of(setup)) is not None:
         refuse_short_critic(config, shape.context, critic.shape.context)
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))

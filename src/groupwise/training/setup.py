@@ -30,7 +30,7 @@ from groupwise.data.prompts import (
 )
 from groupwise.data.sources import ProblemSet, has_answers, load_problems
 from groupwise.distributed import world_size
-from groupwise.engines import check_engine
+from groupwise.engines import check_engine, check_quantization
 from groupwise.engines.vllm.engine import check_vllm
 from groupwise.episodes import Episodes, open_episodes, render_episode
 from groupwise.errors import ConfigError, ModelError
@@ -161,6 +161,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     for problem in problems.train:
         suite.require_columns(problem)
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
+    check_quantization(config, hf_config)
     if said := unknown_arguments(tokenizer, config.prompt):
         raise ModelError(said)
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

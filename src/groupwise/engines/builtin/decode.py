@@ -170,28 +170,37 @@ def rearranging_helps(weight: Tensor) -> bool:
     return (weight.dtype == torch.bfloat16 and computes_bf16()) or (weight.dtype == torch.float32 and _rows_are_alone())
 
 
-def why_not_in_8_bits(weight: Tensor) -> str | None:
-    """``None`` if products with weights such as ``weight`` can be made in 8 bits here, else the reason. They are compared with others
-    once: no kernel is trusted on a processor that it has not met."""
-    if weight.device.type != "cpu":
-        return f"the model is on {weight.device}, and they are for CPUs"
-    if not ALLOWED["rearranged"] or not native.packs(weight):
-        return f"{weight.dtype} has no kernels of the package's own here ({kernels(weight.dtype == torch.float32).description})"
-    apart = _apart_in_8_bits(weight.dtype)
-    return None if apart < _MOST_APART else f"on this processor they are {apart:.2g} apart from what they should be"
+def why_not_in_8_bits(device: torch.device, dtype: torch.dtype) -> str | None:
+    """``None`` if products with weights of ``dtype`` on ``device`` can be made in 8 bits here, else the reason. They are compared with
+    others once: no kernel is trusted on a processor that it has not met."""
+    if device.type != "cpu":
+        return f"the model is on {device.type}, and they are for CPUs"
+    like = torch.empty(0, dtype=dtype)
+    if not native.fits(like):
+        built = kernels(dtype == torch.float32)
+        return (
+            f"there are no kernels for {dtype}" if built.library is not None else f"the package's kernels are {built.description}"
+        )
+    if not ALLOWED["rearranged"] or not native.packs(like):
+        return f"the package's own products of {dtype} are not for this processor, or were left out on it"
+    apart = _apart_in_8_bits(dtype)
+    return None if apart <= _MOST_APART[dtype] else f"on this processor they are {apart:.2g} apart from what they should be"
 
 
-_MOST_APART = 1e-2
+_MOST_APART = {torch.float32: 2e-4, torch.bfloat16: 4e-3}
 
 
 @cache
 def _apart_in_8_bits(dtype: torch.dtype) -> float:
     """How far products are from those of the same rounded weights, as a share of their norm; infinite for what is no number."""
-    weight, x = (torch.linspace(-1, 1, n * 130).mul_(37).sin_().view(n, 130) for n in (70, 21))
-    scales = weight.to(dtype).float().abs().amax(1, keepdim=True) / 127
-    expected = x.to(dtype).float() @ (weight.to(dtype).float() / scales).round().mul(scales).t()
-    apart = float((rearranged_product(weight.to(dtype), in_8_bits=True)(x.to(dtype)).float() - expected).norm() / expected.norm())
-    return apart if apart == apart else float("inf")
+    weight, x = (torch.linspace(-1, 1, n * 130).mul_(37).sin_().view(n, 130).to(dtype) for n in (70, 21))
+    largest = weight.float().abs().amax(1, keepdim=True)
+    rounded = (weight.float() * (torch.full_like(largest, 127) / largest)).round().mul(largest / 127)
+    product, found = rearranged_product(weight, in_8_bits=True), []
+    for rows in (1, 2, 3, 4, 5, 6, len(x)):  # kernels differ by their number
+        expected = x[:rows].float() @ rounded.t()
+        found.append(float((product(x[:rows]).float() - expected).norm() / expected.norm()))
+    return max(apart if apart == apart else float("inf") for apart in found)
 
 
 @cache
@@ -224,9 +233,9 @@ def rearranged_product(weight: Tensor, bias: Tensor | None = None, rows: int = 3
     bias = None if bias is None else bias.to(weight.dtype).contiguous()
     if in_8_bits:
         packed, scales = native.pack_8bit(weight.detach())
-        return _Packed(packed, len(weight), bias, scales)
+        return _Packed(packed, len(weight), bias, weight.dtype, scales)
     if native.packs(weight):
-        return _Packed(native.pack(weight.detach()), len(weight), bias)
+        return _Packed(native.pack(weight.detach()), len(weight), bias, weight.dtype)
     rows = rows if weight.dtype == torch.bfloat16 else max(rows, _FEWEST_FP32)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
     multiply = torch.ops.mkldnn._linear_pointwise.default
@@ -244,9 +253,12 @@ class _Packed:
     weight: Tensor
     columns: int
     bias: Tensor | None
+    dtype: torch.dtype
+    """That the weight had, whose kernels read it."""
     scales: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        assert x.dtype == self.dtype, f"weights of {self.dtype} were packed for inputs of that dtype, and these are of {x.dtype}"
         return native.multiply_packed(x, self.weight, self.columns, self.bias, self.scales)
 
 
@@ -296,7 +308,8 @@ class DecodeWeights:
             return []
         tensors = [packed[name].weight if name in packed else getattr(layer, name) for name in Layer.__slots__]
         there = [x for x in tensors if x is not None]
-        if {x.dtype for x in there} - {torch.int8} != {dtype} or not all(x.is_contiguous() for x in there):
+        kinds = {product.dtype for product in packed.values()} | {x.dtype for x in there if x.dtype != torch.int8}
+        if kinds != {dtype} or not all(x.is_contiguous() for x in there):
             return []
         return [*tensors, *(product.scales for product in packed.values())]
 

@@ -270,23 +270,26 @@ def pack(weight: Tensor) -> Tensor:
 
 def pack_8bit(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight ``[N, C]`` rounded to 8 bits, laid out for ``multiply_packed``, and its scales, fp32 ``[N, rounded up]``: a number is the
-    nearest of -127 .. 127 times its row's scale, which is the row's largest magnitude / 127."""
+    nearest of -127 .. 127 times its row's scale, which is the row's largest magnitude / 127. C is below 131,072."""
     weight = weight.contiguous()
     rows, depth = weight.shape
     packed = weight.new_empty(_up(rows, _STEP), _up(depth, _LINE), dtype=torch.int8)
-    scales = torch.empty(len(packed))
+    scales = torch.empty(len(packed), dtype=torch.float32)
+    assert depth < 1 << 17, f"{depth} products of bytes may not fit into 32 bits"
     _function("gw_pack_8bit", weight)(*_addresses(weight, packed, scales), rows, depth)
     return packed, scales
 
 
 def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     """``x @ weight.t() + bias`` for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid out, or with ``scales``
-    ``pack_8bit``; without them on matrix units to the last bit what ``multiply`` gives. A row's numbers do not depend on the rows beside
-    it. Each number is one sum in fp32, times its column's scale."""
+    ``pack_8bit``. A row's numbers do not depend on the rows beside it. Without ``scales`` they are on matrix units to the last bit those
+    of ``multiply``. With them a row of ``x`` is rounded to 16 bits, steps of its largest magnitude / 32,512, where the processor
+    multiplies bytes."""
     wanted = x.dtype if scales is None else torch.int8
     assert packed.dtype == wanted, f"weights were packed in {packed.dtype}, and inputs in {x.dtype} take those in {wanted}"
     assert packed.shape == (_up(columns, _STEP), _up(x.shape[1], _STEP if scales is None else _LINE))
     assert bias is None or (bias.dtype, bias.shape, bias.is_contiguous()) == (x.dtype, (columns,), True)
+    assert scales is None or (scales.dtype, scales.shape, scales.device.type) == (torch.float32, packed.shape[:1], "cpu")
     x, out = x.contiguous(), x.new_empty(len(x), columns)
     by, added = (None if y is None else y.data_ptr() for y in (scales, bias))
     if out.numel():

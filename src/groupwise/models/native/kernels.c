@@ -4,8 +4,8 @@
  * PyTorch runs each of these as a chain of operations, every one a pass over memory and a meeting of all threads. A decode step has
  * some 1,500 of them. Here each chain is one loop. The file needs no header of PyTorch's: it is compiled in about two seconds, at the
  * first use on a machine (build.py), and called with plain addresses (calls.py). Written with vector extensions that GCC and Clang have
- * for every processor; nothing is specific to one but that the low half of a number comes first in memory. Only the products of bf16, at
- * the end, are for processors that have instructions for them.
+ * for every processor; nothing is specific to one but that the low half of a number comes first in memory. Only the products of bf16
+ * and of bytes, at the end, are for processors that have instructions for them.
  *
  * `number` is what a model is made of: bf16, or fp32 where this is compiled with -DFP32. Arithmetic is fp32 within a loop, and is rounded
  * once, when stored. No result depends on the number of threads, since each row, head or product's number is one thread's from start to
@@ -865,9 +865,9 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
 /* ---- Weights of 8 bits ----
  *
  * A number is a whole one, -127 to 127, times its column's scale. Panels of WIDE columns lie as [depth / 4, WIDE, 4], the depth rounded up
- * to whole lines of the cache. A row of inputs is whole numbers of 16 bits times a scale of its own, each of which is 256 high + low, two
- * of 8 bits: with a row's largest number 127 * 256 times the scale, the error is below 1 / 65,024 of it, a tenth of what rounding to bf16
- * costs. So processors with instructions for bytes multiply four pairs in place of one or two, and sums are exact until they are scaled. */
+ * to whole lines of the cache. Processors with instructions for bytes multiply four pairs of them in place of one or two of numbers. For
+ * these a row of inputs is whole numbers of 16 bits times a scale of its own, each of which is 256 high + low, two of 8 bits: with a row's
+ * largest number 127 * 256 times the scale, the error of each is below 1 / 65,024 of that. Sums of bytes are exact. */
 enum { LINE = 64, MOST_HIGH = 127 * 256 };
 #if !defined(FP32) && defined(__linux__) && ((defined(__AMX_BF16__) && defined(__AMX_INT8__)) || (defined(__AMXBF16__) && defined(__AMXINT8__)))
 #define MATRIX_UNITS
@@ -922,20 +922,16 @@ void gw_pack_8bit(const number *weight, int8_t *out, float *scales, int64_t colu
 }
 
 #if defined(MATRIX_UNITS) || defined(BYTES_BY_DOTS)
-/* A row of inputs in bytes, high [depth] and low [depth], with zeros up to `deep`; the scale, and what the numbers add up to. */
-static float split_row(
-    const number *restrict x, int64_t depth, int64_t deep, int8_t *restrict high, int8_t *restrict low, int32_t *restrict sum) {
+/* A row of inputs in bytes, high [depth] and low [depth], with zeros up to `deep`; returns the scale. */
+static float split_row(const number *restrict x, int64_t depth, int64_t deep, int8_t *restrict high, int8_t *restrict low) {
     const float most = largest_of(x, depth), inverse = most == 0 ? 0 : MOST_HIGH / most;
-    int32_t all = 0;
     for (int64_t i = 0; i < depth; i++) {
-        const int32_t whole = (int32_t)rintf(widen(x[i]) * inverse), over = whole + 128;
+        const int32_t whole = (int32_t)rintf(widen(x[i]) * inverse);
         low[i] = (int8_t)whole;
-        high[i] = (int8_t)(over >> 8);
-        all += whole;
+        high[i] = (int8_t)((whole + 128) >> 8);
     }
     memset(high + depth, 0, deep - depth);
     memset(low + depth, 0, deep - depth);
-    *sum = all;
     return most / MOST_HIGH;
 }
 #endif
@@ -1147,9 +1143,8 @@ static void multiply_8bit(
             int64_t before[2] = {-1, -1}, turn = 0;
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < count; r++) { /* what other rows of a tile hold, nobody reads */
-                int32_t sum;
                 int8_t *to = held + 2 * (r / TILE * TILE) * deep + r % TILE * LINE;
-                row_scales[first + r] = split_row(x + (first + r) * depth, depth, deep, row, row + deep, &sum);
+                row_scales[first + r] = split_row(x + (first + r) * depth, depth, deep, row, row + deep);
                 for (int64_t c = 0; c < deep; c += LINE, to += 2 * TILE * LINE) {
                     memcpy(to, row + c, LINE);
                     memcpy(to + TILE * LINE, row + deep + c, LINE);
@@ -1319,9 +1314,11 @@ static inline mask add_dots(mask sum, mask weights, const int8_t *x) {
 #endif
 }
 
-/* Sums of ROWS rows of x, [high and low, depth] of bytes, against a panel, to [ROWS, WIDE]. */
+/* Sums of ROWS rows of x, [high and low, depth] of bytes, against a panel, to [ROWS, WIDE]. `shifts` [ROWS, high and low]: what the weights
+ * are larger by, times the row; the sums may have gone around the 32 bits, and come back. */
 #define BYTE_SUMS(ROWS)                                                                                                      \
-    static void byte_sums_##ROWS(const int8_t *x, int64_t line, const int8_t *panel, int64_t depth, float *to) {              \
+    static void byte_sums_##ROWS(                                                                                            \
+        const int8_t *x, int64_t line, const int8_t *panel, int64_t depth, const uint32_t *shifts, float *to) {              \
         mask sums[ROWS][4] = {{{0}}};                                                                                        \
         for (int64_t d = 0; d < depth; d += 4) {                                                                             \
             __builtin_prefetch(panel + (d + LINE) * WIDE, 0, 2);                                                             \
@@ -1335,8 +1332,9 @@ static inline mask add_dots(mask sum, mask weights, const int8_t *x) {
         }                                                                                                                    \
         for (int r = 0; r < ROWS; r++)                                                                                       \
             for (int h = 0; h < 2; h++) {                                                                                    \
-                const vec high = __builtin_convertvector(sums[r][h], vec), low = __builtin_convertvector(sums[r][2 + h], vec);\
-                *(vec *)(to + r * WIDE + h * LANES) = high * 256.0f + low;                                                   \
+                const bits high = (bits)sums[r][h] - shifts[2 * r], low = (bits)sums[r][2 + h] - shifts[2 * r + 1];          \
+                *(vec *)(to + r * WIDE + h * LANES) =                                                                        \
+                    __builtin_convertvector((mask)high, vec) * 256.0f + __builtin_convertvector((mask)low, vec);             \
             }                                                                                                                \
     }
 BYTE_SUMS(1) BYTE_SUMS(2) BYTE_SUMS(3)
@@ -1344,7 +1342,7 @@ BYTE_SUMS(1) BYTE_SUMS(2) BYTE_SUMS(3)
 BYTE_SUMS(4) BYTE_SUMS(5) BYTE_SUMS(6)
 #endif
 
-typedef void (*byte_sums_of)(const int8_t *, int64_t, const int8_t *, int64_t, float *);
+typedef void (*byte_sums_of)(const int8_t *, int64_t, const int8_t *, int64_t, const uint32_t *, float *);
 static const byte_sums_of BYTE_SUMS_OF[] = {
     byte_sums_1, byte_sums_2, byte_sums_3,
 #ifdef __AVX512F__
@@ -1359,14 +1357,18 @@ static void multiply_8bit(
     int64_t depth) {
     const int64_t deep = whole_lines(depth), line = 2 * deep, grain = grain_of(columns);
     int8_t *held = malloc(rows * line);
-    float *row_scales = malloc(rows * sizeof(float)), *shifts = malloc(rows * sizeof(float));
+    float *row_scales = malloc(rows * sizeof(float));
+    uint32_t *shifts = malloc(2 * rows * sizeof(uint32_t));
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++) {
-            int32_t sum;
-            row_scales[i] = split_row(x + i * depth, depth, deep, held + i * line, held + i * line + deep, &sum);
-            shifts[i] = (float)SHIFT * (float)sum;
+            row_scales[i] = split_row(x + i * depth, depth, deep, held + i * line, held + i * line + deep);
+            for (int64_t h = 0; h < 2; h++) {
+                int32_t sum = 0;
+                for (int64_t c = 0; c < deep; c++) sum += held[i * line + h * deep + c];
+                shifts[2 * i + h] = (uint32_t)SHIFT * (uint32_t)sum;
+            }
         }
         for (int64_t first = 0; first < rows; first += PANEL) { /* so many rows as stay in the cache */
             const int64_t count = least(PANEL, rows - first), blocks = (count + MOST_BYTES - 1) / MOST_BYTES;
@@ -1377,10 +1379,10 @@ static void multiply_8bit(
                     for (int64_t i = first; i < first + count; i += high) {
                         float sums[MOST_BYTES * WIDE];
                         const int64_t taken = least(high, first + count - i);
-                        BYTE_SUMS_OF[taken - 1](held + i * line, line, packed + j * deep, depth, sums);
+                        BYTE_SUMS_OF[taken - 1](held + i * line, line, packed + j * deep, depth, shifts + 2 * i, sums);
                         for (int64_t r = 0; r < taken; r++) {
                             float *sum = sums + r * WIDE;
-                            for (int64_t c = 0; c < WIDE; c++) sum[c] = (sum[c] - shifts[i + r]) * row_scales[i + r] * scales[j + c];
+                            for (int64_t c = 0; c < WIDE; c++) sum[c] *= row_scales[i + r] * scales[j + c];
                             put_row(sum, bias, out + (i + r) * columns, j, columns);
                         }
                     }
