@@ -226,6 +226,14 @@ def test_a_checkpoint_s_whole_model_is_used_with_its_run_s_settings(run_folder, 
     assert (config.model.name, source) == (str(alone / "model"), None), "outside its run it is a model like any"
 
 
+def test_a_model_whose_run_was_sampled_with_rounded_weights_is_asked_and_judged_as_it_is(run_folder):
+    """On machines too that cannot round them, and by other engines."""
+    config_file = run_folder / "config.yaml"
+    config_file.write_text(yaml.safe_dump(yaml.safe_load(config_file.read_text()) | {"rollout": {"quantization": "8bit"}}))
+    for overrides in ([], ["rollout.engine=vllm"], ["rollout.engine=transformers"]):
+        assert settings_for_model(str(run_folder), overrides)[0].rollout.quantization == "none"
+
+
 def test_a_model_whose_run_was_sampled_by_vllm_needs_no_server(run_folder):
     config_file = run_folder / "config.yaml"
     settings = yaml.safe_load(config_file.read_text()) | {"rollout": {"engine": "vllm", "vllm": {"url": "http://a-node:8300"}}}

@@ -352,6 +352,7 @@ def test_a_correction_that_an_earlier_version_wrote_and_nothing_used_is_no_chang
         ("rewards.timeout_s", 60.0, 90.0, False),
         ("rewards.processes", 2, 3, False),
         ("rewards.concurrent_calls", 16, 2, False),
+        ("rollout.quantization", "none", "8bit", True),
         ("rollout.concurrent_tool_calls", 16, 2, False),
         ("rollout.tool_timeout_s", 10.0, 20.0, True),
         ("optimizer.offload", False, True, False),

@@ -869,7 +869,8 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
  * these a row of inputs is whole numbers of 16 bits times a scale of its own, each of which is 256 high + low, two of 8 bits: with a row's
  * largest number 127 * 256 times the scale, the error of each is below 1 / 65,024 of that. Sums of bytes are exact. */
 enum { LINE = 64, MOST_HIGH = 127 * 256 };
-#if !defined(FP32) && defined(__linux__) && ((defined(__AMX_BF16__) && defined(__AMX_INT8__)) || (defined(__AMXBF16__) && defined(__AMXINT8__)))
+#if !defined(FP32) && defined(__linux__) && \
+    ((defined(__AMX_BF16__) && defined(__AMX_INT8__)) || (defined(__AMXBF16__) && defined(__AMXINT8__))) /* GCC's names, Clang's */
 #define MATRIX_UNITS
 #elif defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define BYTES_BY_DOTS /* of unsigned weights, 128 more, with signed inputs */
