@@ -1398,7 +1398,8 @@ static void multiply_8bit(
 static void multiply_8bit(
     const number *x, const int8_t *packed, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
     int64_t depth) {
-    const int64_t deep = whole_lines(depth), grain = grain_of(columns), blocks = (rows + MOST - 1) / MOST, high = (rows + blocks - 1) / blocks;
+    const int64_t deep = whole_lines(depth), grain = grain_of(columns), blocks = (rows + MOST - 1) / MOST;
+    const int64_t high = (rows + blocks - 1) / blocks;
 #pragma omp parallel
     {
         number *panel = malloc(WIDE * deep * sizeof(number));
