@@ -119,9 +119,8 @@ class _Call:
     def __post_init__(self) -> None:
         drawn = self.request.drawn or [0] * len(self.request.prompts)
         ids = [prompt.token_ids[: len(prompt.token_ids) - n] for prompt, n in zip(self.request.prompts, drawn, strict=True)]
-        in_8_bits = (
-            self.request.settings.in_8_bits
-        )  # rows would compute the rest by rounded weights, or not, by what prompts are there
+        # In 8 bits rows would compute their rests by rounded weights, and whether they did would depend on the other prompts.
+        in_8_bits = self.request.settings.in_8_bits
         self.shared = None if in_8_bits else split_prompts(ids, self.request.samples_per_prompt)
         beginning = None if self.shared is not None else split_prompts([*set(ids)], 1)
         self.common = min(beginning, min(map(len, ids)) - 1) if beginning else 0  # each prompt has a last token of its own
