@@ -497,17 +497,41 @@ def test_products_in_8_bits_are_those_of_the_rounded_weights(dtype, columns, dep
 
 
 @needs_kernels
-@pytest.mark.parametrize(("machine", "needs"), [("-march=x86-64-v3", "avx2"), ("-march=x86-64-v3 -mavxvnni", "avx_vnni")])
+@pytest.mark.parametrize(
+    ("machine", "needs"),
+    [
+        ("-march=x86-64-v2", "sse4_2"),
+        ("-march=x86-64-v3", "avx2"),
+        ("-march=x86-64-v4", "avx512bw"),
+        ("-march=x86-64-v3 -mavxvnni", "avx_vnni"),
+    ],
+)
 def test_products_in_8_bits_on_processors_that_have_less(machine, needs, monkeypatch, tmp_path):
-    """Without instructions for bytes, and with those of registers half as wide."""
+    """Without instructions for bytes, and with those of registers half as wide; without any for whole numbers of 16 bits."""
     if f" {needs} " not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         pytest.skip(f"this processor has no {needs}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", (*machine.split(), *(flag for flag in build.FLAGS if not flag.startswith("-march"))))
     monkeypatch.setattr(calls, "_functions", {})
     monkeypatch.setattr(calls, "kernels", build.kernels.__wrapped__)
-    for columns, depth in ((500, 576), (33, 70)):
+    for columns, depth in ((500, 576), (33, 70), (40, 2000)):
         check_products_in_8_bits(FP32, columns, depth)
+    check_the_largest_sums(FP32)
+
+
+def check_the_largest_sums(dtype):
+    """Sums of bytes, or of pairs of whole numbers, may not run over where all of them are as large as they can be."""
+    weight, x = torch.ones(40, 10_000, dtype=dtype), torch.ones(20, 10_000, dtype=dtype)
+    if not calls.packs(weight):
+        pytest.skip("this processor does not multiply such numbers")
+    x[1::2] *= -1
+    packed, scales = calls.pack_8bit(weight)
+    close(calls.multiply_packed(x, packed, 40, None, scales), x.double() @ weight.double().t())
+
+
+@needs_kernels
+def test_the_largest_sums_in_8_bits(dtype):
+    check_the_largest_sums(dtype)
 
 
 @needs_kernels

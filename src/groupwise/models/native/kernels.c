@@ -864,21 +864,29 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
 
 /* ---- Weights of 8 bits ----
  *
- * A number is a whole one, -127 to 127, times its column's scale. Panels of WIDE columns lie as [depth / 4, WIDE, 4], the depth rounded up
- * to whole lines of the cache. Processors with instructions for bytes multiply four pairs of them in place of one or two of numbers. For
- * these a row of inputs is whole numbers of 16 bits times a scale of its own, each of which is 256 high + low, two of 8 bits: with a row's
- * largest number 127 * 256 times the scale, the error of each is below 1 / 65,024 of that. Sums of bytes are exact. */
+ * A number is a whole one, -127 to 127, times its column's scale. Panels of WIDE columns lie as [depth / TAKEN, WIDE, TAKEN], the depth
+ * rounded up to whole lines of the cache: TAKEN pairs of numbers are multiplied at a time for one sum. A row of inputs is whole numbers of
+ * 16 bits times a scale of its own: with a row's largest number 127 * 256 times the scale, the error of each is below 1 / 65,024 of that.
+ * Processors with instructions for bytes have each as 256 high + low, two of 8 bits, and multiply four pairs of bytes at a time. On others
+ * with vectors weights are widened to 16 bits in the registers, and two pairs of such multiplied at a time. Both are exact. */
 enum { LINE = 64, MOST_HIGH = 127 * 256 };
 #if !defined(FP32) && defined(__linux__) && \
     ((defined(__AMX_BF16__) && defined(__AMX_INT8__)) || (defined(__AMXBF16__) && defined(__AMXINT8__))) /* GCC's names, Clang's */
 #define MATRIX_UNITS
 #elif defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define BYTES_BY_DOTS /* of unsigned weights, 128 more, with signed inputs */
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define BYTES_BY_PAIRS
 #endif
 #ifdef BYTES_BY_DOTS
 enum { SHIFT = 128 };
 #else
 enum { SHIFT = 0 };
+#endif
+#ifdef BYTES_BY_PAIRS
+enum { TAKEN = 2 };
+#else
+enum { TAKEN = 4 };
 #endif
 
 static inline int64_t whole_lines(int64_t x) { return (x + LINE - 1) / LINE * LINE; }
@@ -915,8 +923,8 @@ void gw_pack_8bit(const number *weight, int8_t *out, float *scales, int64_t colu
                 const float most = there ? largest_of(from, depth) : 0, inverse = most == 0 ? 0 : 127 / most;
                 scales[j + w] = most / 127;
                 for (int64_t i = 0; i < depth; i++) column[i] = there ? (int8_t)(int32_t)rintf(widen(from[i]) * inverse) : 0;
-                for (int64_t i = 0; i < deep; i += 4)
-                    for (int64_t k = 0; k < 4; k++) out[j * deep + i * WIDE + 4 * w + k] = (int8_t)(column[i + k] ^ SHIFT);
+                for (int64_t i = 0; i < deep; i += TAKEN)
+                    for (int64_t k = 0; k < TAKEN; k++) out[j * deep + i * WIDE + TAKEN * w + k] = (int8_t)(column[i + k] ^ SHIFT);
             }
         free(column);
     }
@@ -1315,8 +1323,19 @@ static inline mask add_dots(mask sum, mask weights, const int8_t *x) {
 #endif
 }
 
-/* Sums of ROWS rows of x, [high and low, depth] of bytes, against a panel, to [ROWS, WIDE]. `shifts` [ROWS, high and low]: what the weights
- * are larger by, times the row; the sums may have gone around the 32 bits, and come back. */
+/* A row of inputs in 2 * deep bytes, high and low, and what the weights are larger by times these; returns the scale. */
+static float hold_row(const number *x, int64_t depth, int64_t deep, int8_t *held, uint32_t *shifts) {
+    const float scale = split_row(x, depth, deep, held, held + deep);
+    for (int64_t h = 0; h < 2; h++) {
+        int32_t sum = 0;
+        for (int64_t c = 0; c < deep; c++) sum += held[h * deep + c];
+        shifts[h] = (uint32_t)SHIFT * (uint32_t)sum;
+    }
+    return scale;
+}
+
+/* Sums of ROWS rows of x, [high and low, depth] of bytes, against a panel, to [ROWS, WIDE], with the rows' `shifts` taken off; they may
+ * have gone around the 32 bits, and come back. */
 #define BYTE_SUMS(ROWS)                                                                                                      \
     static void byte_sums_##ROWS(                                                                                            \
         const int8_t *x, int64_t line, const int8_t *panel, int64_t depth, const uint32_t *shifts, float *to) {              \
@@ -1342,12 +1361,69 @@ BYTE_SUMS(1) BYTE_SUMS(2) BYTE_SUMS(3)
 #ifdef __AVX512F__
 BYTE_SUMS(4) BYTE_SUMS(5) BYTE_SUMS(6)
 #endif
+#endif
 
+#ifdef BYTES_BY_PAIRS
+enum { PART = 512 }; /* depths whose products, each at most 127 * 127 * 256, stay below 2^31 */
+
+/* A row of inputs in 2 * deep bytes, as whole numbers of 16 bits; returns the scale. Nothing is shifted. */
+static float hold_row(const number *x, int64_t depth, int64_t deep, int8_t *held, uint32_t *shifts) {
+    int16_t *to = (int16_t *)held;
+    const float most = largest_of(x, depth), inverse = most == 0 ? 0 : MOST_HIGH / most;
+    for (int64_t i = 0; i < depth; i++) to[i] = (int16_t)(int32_t)rintf(widen(x[i]) * inverse);
+    memset(to + depth, 0, (deep - depth) * sizeof *to);
+    (void)shifts;
+    return most / MOST_HIGH;
+}
+
+/* For each of LANES columns two weights times two inputs, and their sum. */
+static inline mask of_pairs(const int8_t *weights, const int8_t *x) {
+    int32_t two;
+    memcpy(&two, x, sizeof two);
+#ifdef __AVX512F__
+    return (mask)_mm512_madd_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)weights)), _mm512_set1_epi32(two));
+#else
+    return (mask)_mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights)), _mm256_set1_epi32(two));
+#endif
+}
+
+/* Sums of ROWS rows of x against a panel, to [ROWS, WIDE]: whole numbers for PART depths at a time, and floats over these. */
+#define BYTE_SUMS(ROWS)                                                                                                      \
+    static void byte_sums_##ROWS(                                                                                            \
+        const int8_t *x, int64_t line, const int8_t *panel, int64_t depth, const uint32_t *shifts, float *to) {              \
+        memset(to, 0, ROWS * WIDE * sizeof *to);                                                                             \
+        for (int64_t start = 0; start < depth; start += PART) {                                                              \
+            mask one[ROWS] = {{0}}, two[ROWS] = {{0}};                                                                       \
+            for (int64_t d = start; d < least(start + PART, depth); d += 2) {                                                \
+                const int8_t *weights = panel + d * WIDE;                                                                    \
+                __builtin_prefetch(weights + LINE * WIDE, 0, 2);                                                             \
+                for (int r = 0; r < ROWS; r++) {                                                                             \
+                    const int8_t *of = x + r * line + 2 * d;                                                                 \
+                    one[r] += of_pairs(weights, of), two[r] += of_pairs(weights + 2 * LANES, of);                            \
+                }                                                                                                            \
+            }                                                                                                                \
+            for (int r = 0; r < ROWS; r++) {                                                                                 \
+                *(vec *)(to + r * WIDE) += __builtin_convertvector(one[r], vec);                                             \
+                *(vec *)(to + r * WIDE + LANES) += __builtin_convertvector(two[r], vec);                                     \
+            }                                                                                                                \
+        }                                                                                                                    \
+        (void)shifts;                                                                                                        \
+    }
+BYTE_SUMS(1) BYTE_SUMS(2) BYTE_SUMS(3) BYTE_SUMS(4) BYTE_SUMS(5) BYTE_SUMS(6)
+#ifdef __AVX512F__
+BYTE_SUMS(7) BYTE_SUMS(8) BYTE_SUMS(9) BYTE_SUMS(10) BYTE_SUMS(11) BYTE_SUMS(12)
+#endif
+#endif
+
+#if defined(BYTES_BY_DOTS) || defined(BYTES_BY_PAIRS)
 typedef void (*byte_sums_of)(const int8_t *, int64_t, const int8_t *, int64_t, const uint32_t *, float *);
 static const byte_sums_of BYTE_SUMS_OF[] = {
     byte_sums_1, byte_sums_2, byte_sums_3,
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(BYTES_BY_PAIRS)
     byte_sums_4, byte_sums_5, byte_sums_6,
+#endif
+#if defined(__AVX512F__) && defined(BYTES_BY_PAIRS)
+    byte_sums_7, byte_sums_8, byte_sums_9, byte_sums_10, byte_sums_11, byte_sums_12,
 #endif
 };
 enum { MOST_BYTES = sizeof BYTE_SUMS_OF / sizeof *BYTE_SUMS_OF };
@@ -1363,14 +1439,7 @@ static void multiply_8bit(
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows; i++) {
-            row_scales[i] = split_row(x + i * depth, depth, deep, held + i * line, held + i * line + deep);
-            for (int64_t h = 0; h < 2; h++) {
-                int32_t sum = 0;
-                for (int64_t c = 0; c < deep; c++) sum += held[i * line + h * deep + c];
-                shifts[2 * i + h] = (uint32_t)SHIFT * (uint32_t)sum;
-            }
-        }
+        for (int64_t i = 0; i < rows; i++) row_scales[i] = hold_row(x + i * depth, depth, deep, held + i * line, shifts + 2 * i);
         for (int64_t first = 0; first < rows; first += PANEL) { /* so many rows as stay in the cache */
             const int64_t count = least(PANEL, rows - first), blocks = (count + MOST_BYTES - 1) / MOST_BYTES;
             const int64_t high = (count + blocks - 1) / blocks;
