@@ -60,6 +60,13 @@ def options() -> argparse.ArgumentParser:
     out.add_argument(
         "--trl", nargs="+", default=[], metavar="SETTING", help="settings of TRL's runs alone, such as model.dtype=float32"
     )
+    out.add_argument(
+        "--ours",
+        nargs="+",
+        default=[],
+        metavar="SETTING",
+        help="settings of groupwise's alone, such as rollout.quantization=8bit",
+    )
     out.add_argument("--levels", type=float, nargs="+", default=[*LEVELS], help="accuracies whose times are compared")
     out.add_argument(
         "--save-steps", type=int, default=0, help="steps from one checkpoint, where a stopped run goes on, to the next"
@@ -89,15 +96,15 @@ def run(args: argparse.Namespace) -> Result:
     that both sides reach with every seed, the median over seeds; None where they reach none."""
     work = (args.work or ROOT / "runs" / name_of(vars(args))).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    for asked in ((), args.trl):  # refuses what TRL has no name for, before any run
-        _arguments(_config(args, *asked), args.rows, args.save_steps)
+    more = {"groupwise": tuple(args.ours), "trl": tuple(args.trl)}
+    for side in more:  # refuses what a side has no name for, before any run
+        _arguments(side, _config(args, *more[side]), args.rows, args.save_steps)
     config = _config(args)
     if config.warm_start.steps:
         starts = warm_starts(args.seeds, Budget(problems=args.problems), work, args.settings)
     else:
         starts = dict.fromkeys(args.seeds, Path(config.model.name))
     found: dict[str, dict[int, dict[str, Any]]] = {side: {} for side in args.sides}
-    more = {"groupwise": (), "trl": tuple(args.trl)}
     for turn, seed in enumerate(args.seeds):
         # Without a warm start of its own the folder may hold what was judged of other models, or by other settings.
         asked = hashlib.sha256(json.dumps([str(starts[seed]), args.problems, args.settings]).encode()).hexdigest()[:8]
@@ -130,7 +137,7 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
         "threads": args.threads,
         "every": args.every,
         "rewards": [[function.function, function.arguments] for function in config.rewards.functions],
-        "arguments": _arguments(config, args.rows, args.save_steps),
+        "arguments": _arguments(side, config, args.rows, args.save_steps),
         "rows": rows_of(config),
     }
     if (lora := config.model.lora) is not None:
@@ -161,7 +168,7 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
     return json.loads(finished.read_text(encoding="utf-8"))
 
 
-def _arguments(config: Config, rows: int, save_steps: int) -> dict[str, Any]:
+def _arguments(side: str, config: Config, rows: int, save_steps: int) -> dict[str, Any]:
     """The run's settings in TRL's names. ``rows``: completions of a micro-batch; the batch of an update is the config's."""
     rollout, optimizer, loss = config.rollout, config.optimizer, config.algorithm.loss
     batch = rollout.prompts_per_step * rollout.completions_per_prompt
@@ -169,11 +176,18 @@ def _arguments(config: Config, rows: int, save_steps: int) -> dict[str, Any]:
     if optimizer.schedule != "constant" or optimizer.warmup_steps:
         raise SystemExit("the rate must be the same at every step: give optimizer.schedule=constant optimizer.warmup_steps=0")
     assert (config.algorithm.preset, config.algorithm.kl) == ("grpo", None)
+    own: dict[str, Any] = {}
+    if rollout.quantization != "none":
+        if side == "trl":
+            raise SystemExit("TRL does not sample with rounded weights: give rollout.quantization to --ours")
+        own["rollout_quantization"] = rollout.quantization
+        if (kept := config.algorithm.correction) is not None:
+            own |= {"vllm_importance_sampling_mode": f"{kept.level}_{kept.mode}", "vllm_importance_sampling_clip_max": kept.cap}
     # The base of an adapter is not trained, so neither library needs it in float32.
     small = {} if config.model.lora is None else {"model_init_kwargs": {"dtype": "bfloat16"}}
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 1}
     return {
-        **small, **(saving if save_steps else {"save_strategy": "no"}),
+        **small, **own, **(saving if save_steps else {"save_strategy": "no"}),
         "use_cpu": resolve_device(config.model.device).type == "cpu", "bf16": config.model.dtype != "float32",
         "gradient_checkpointing": False, "per_device_train_batch_size": rows, "gradient_accumulation_steps": batch // rows,
         "num_generations": rollout.completions_per_prompt, "max_completion_length": rollout.max_completion_tokens,
@@ -301,6 +315,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "save_steps": 0,
         "name": None,
         "trl": [],
+        "ours": [],
     }  # of files from before these could be given
     settings = [{**earlier, **{key: value for key, value in part["settings"].items() if key != "seeds"}} for part in parts]
     for part, of_it in zip(parts, settings, strict=True):
@@ -440,7 +455,11 @@ def report(numbers: Mapping[str, Any]) -> str:
         "Groupwise less TRL, in points of accuracy, with 95% intervals:",
         markdown_table(["", "points"], shown),
         *_against(numbers, title),
-        *([f"TRL alone was given {', '.join(f'`{one}`' for one in settings['trl'])}."] if settings.get("trl") else []),
+        *(
+            f"{who} alone was given {', '.join(f'`{one}`' for one in settings[side])}."
+            for who, side in (("Groupwise", "ours"), ("TRL", "trl"))
+            if settings.get(side)
+        ),
         " ".join(places),
     ])  # fmt: skip
 

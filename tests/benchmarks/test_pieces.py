@@ -180,7 +180,7 @@ def test_both_libraries_get_rewards_with_their_arguments_under_their_names() -> 
         assert reward.__name__ == "accuracy"
 
 
-def test_settings_of_trl_alone_reach_its_training_and_judging_and_stand_on_the_page(
+def test_settings_of_one_side_alone_reach_its_training_and_judging_and_stand_on_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[tuple[str, Any, bool]] = []
@@ -191,7 +191,7 @@ def test_settings_of_trl_alone_reach_its_training_and_judging_and_stand_on_the_p
 
     def ran(words: list[str], **_: Any) -> Any:
         settings = json.loads(Path(words[-1]).read_text(encoding="utf-8"))
-        asked.append((settings["library"], None, settings["arguments"]["bf16"]))
+        asked.append((settings["library"], settings["arguments"].get("rollout_quantization"), settings["arguments"]["bf16"]))
         row = {"step": 2, "seconds": 10.0, "sampled_tokens": 5.0}
         found = {"rows": [row], "peak_memory_gib": 1.0}
         (Path(settings["folder"]) / "found.json").write_text(json.dumps(found), encoding="utf-8")
@@ -202,15 +202,25 @@ def test_settings_of_trl_alone_reach_its_training_and_judging_and_stand_on_the_p
     monkeypatch.setattr(learning, "_in_float32", lambda policy: False)
     monkeypatch.setattr(learning.subprocess, "run", ran)
     given = ["--seeds", "0", "--steps", "2", "--problems", "10", "--work", str(tmp_path / "work"), "--trl", "model.dtype=float32"]
+    given += ["--ours", "rollout.quantization=8bit"]
     args = learning.options().parse_args([*given, "--threads", "1", "model.dtype=bfloat16", "optimizer.schedule=constant"])
     result = learning.run(args)
     assert asked == [
         (tmp_path.parent.name, "bfloat16", False),  # the warm start, once for both
-        ("groupwise.trl", None, True), ("groupwise-0", "bfloat16", False), ("trl", None, False), ("trl-0", "float32", False),
+        ("groupwise.trl", "8bit", True), ("groupwise-0", "bfloat16", False), ("trl", None, False), ("trl-0", "float32", False),
     ]  # fmt: skip
     numbers = json.loads(json.dumps(asdict(result))) | {"measured": []}
+    arguments = json.loads((tmp_path / "work" / "groupwise-0" / "settings.json").read_text(encoding="utf-8"))["arguments"]
+    assert (arguments["vllm_importance_sampling_mode"], arguments["vllm_importance_sampling_clip_max"]) == ("token_truncate", 2.0)
     assert "TRL alone was given `model.dtype=float32`." in learning.report(numbers)
-    assert "TRL alone" not in learning.report(read_numbers("learning"))
+    assert "Groupwise alone was given `rollout.quantization=8bit`." in learning.report(numbers)
+    assert "alone was given" not in learning.report(read_numbers("learning"))
+    with pytest.raises(SystemExit, match=r"give rollout\.quantization to --ours"):
+        learning.run(
+            learning.options().parse_args(
+                [*given[:-4], "--threads", "1", "rollout.quantization=8bit", "optimizer.schedule=constant"]
+            )
+        )
 
 
 def test_results_of_other_seeds_are_joined_and_others_are_refused() -> None:

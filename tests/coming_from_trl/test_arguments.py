@@ -347,13 +347,17 @@ def test_cispo_counts_what_it_holds_down_as_trl_does():
 
 
 def test_drift_is_measured_from_what_sampled():
-    """As in TRL with vLLM or a ``rollout_func``; elsewhere the policy itself sampled. Unknown log-probabilities are the policy's."""
+    """As in TRL with vLLM or a ``rollout_func``, and so with rounded weights; elsewhere the policy itself sampled.
+
+    Unknown log-probabilities are the policy's.
+    """
     import torch
 
     from groupwise.algorithm import policy_loss
 
     logprobs_T, sampler_T = torch.tensor([-3.0, -3.0]), torch.tensor([-1.0, math.nan])
-    for arguments, own_rollout, kept in (({}, False, 2), ({"use_vllm": True}, False, 1), ({}, True, 1)):
+    told = ({}, False, 2), ({"use_vllm": True}, False, 1), ({}, True, 1), ({"rollout_quantization": "8bit"}, False, 1)
+    for arguments, own_rollout, kept in told:
         made = objective(GRPOConfig("out", off_policy_mask_threshold=0.5, **arguments), own_rollout)
         loss, _ = policy_loss(
             made, logprobs_T=logprobs_T, sequence_T=torch.arange(2), weights_T=torch.ones(2), advantages_N=-torch.ones(2),
@@ -420,6 +424,8 @@ def test_settings_of_losses_and_advantages_that_trl_lacks_reach_them():
         ({"advantage_settings": {"epsilon": 0.3}}, "there is no advantage_type that takes them"),
         ({"advantage_type": "maxrl", "scale_rewards": False}, "scale_rewards is 'none', but it does nothing with advantage_type"),
         ({"advantage_type": "gdpo", "multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation is .* does nothing"),
+        ({"rollout_quantization": "4bit"}, "rollout_quantization='4bit' is not honoured"),
+        ({"rollout_quantization": "8bit", "repetition_penalty": 1.1}, "is '8bit', but with repetition_penalty=1.1 the model's own module"),
         ({"generation_kwargs": {"temperature": 0}}, "temperature is 0, but it must be"),
         ({"generation_kwargs": {"top_p": 3}}, "top_p is 3, but it must be"),
         ({"reward_weights": 1.0}, "reward_weights=1.0 is no list of finite numbers: give one for each function"),

@@ -27,7 +27,8 @@ from transformers.integrations.integration_utils import WandbLogModel
 from groupwise.algorithm import Objective
 from groupwise.algorithm.advantages import maxrl_advantage
 from groupwise.config.schema import OptimizerConfig
-from groupwise.engines.builtin import fast_paths
+from groupwise.engines.builtin import decode, fast_paths
+from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, TrainingError
 from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import CompletionLog, summary_in
@@ -1213,6 +1214,49 @@ def test_restricted_samples_are_weighted_as_trl_weighs_vllm_s(tiny_folder, promp
     assert "ratio of the two (vllm_importance_sampling_mode='token_truncate')" in caplog.text
     assert "near 0" not in caplog.text
     torch.testing.assert_close(batch.correction_T, (batch.old_logprobs_T - batch.sampler_logprobs_T).exp().clamp(max=1.0))
+
+
+def test_weights_of_8_bits_sample_for_training_alone_and_are_weighted_for_it(
+    tiny_folder, prompts, letters, settings, monkeypatch
+):
+    if why := decode.why_not_in_8_bits(torch.device("cpu"), torch.float32):
+        pytest.skip(why)
+    sampled, serve = [], BuiltinEngine.serve
+
+    def watched(engine, request, *others):
+        sampled.append((request.scope.partition("/")[0], request.settings.in_8_bits))
+        return serve(engine, request, *others)
+
+    monkeypatch.setattr(BuiltinEngine, "serve", watched)
+
+    def train(**changes):
+        args = settings(rollout_quantization="8bit", num_iterations=2, **changes)
+        trainer = GRPOTrainer(str(tiny_folder), letters, args, prompts, eval_dataset=prompts.select(range(2)))
+        trainer.train()
+        (part,) = trainer._generation[1].parts.values()
+        return trainer, part.window.batch
+
+    trainer, batch = train(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=1.5)
+    apart_T = batch.old_logprobs_T - batch.sampler_logprobs_T
+    assert 1e-5 < apart_T.abs().mean() < 0.1, "rounded weights are others, and not far from these"
+    torch.testing.assert_close(batch.correction_T, apart_T.exp().clamp(max=1.5))
+    assert train(vllm_importance_sampling_correction=False)[1].correction_T is None
+    assert set(sampled) == {("rollout", True)}
+    trainer.evaluate()
+    assert sampled[-1] == ("eval", False)
+
+
+def test_weights_of_8_bits_are_refused_before_a_model_is_read(tiny_folder, prompts, letters, settings, load_tiny, monkeypatch):
+    monkeypatch.setattr(decode.native, "fits", lambda weight: False)
+    monkeypatch.setattr("groupwise.trl.trainer.load_policy", lambda *_: pytest.fail("its weights are read"))
+    for model in (str(tiny_folder), load_tiny()):
+        with pytest.raises(ConfigError, match=r"rollout_quantization is '8bit', but .* cannot be sampled with .* Leave it out"):
+            GRPOTrainer(model, letters, settings(rollout_quantization="8bit"), prompts)
+    with pytest.raises(ConfigError, match="but rollout_func samples, with weights of its own: leave it out"):
+        GRPOTrainer("no-such-model", letters, settings(rollout_quantization="8bit"), prompts, rollout_func=lambda *_: {})
+    bounded = settings(rollout_quantization="8bit", vllm_importance_sampling_clip_min=0.5)
+    with pytest.raises(ConfigError, match=r"_clip_min=0\.5 is not honoured .* or weights are rounded: leave it out"):
+        GRPOTrainer("no-such-model", letters, bounded, prompts)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ConfigError, ModelError, TrainingError
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import Policy
+from groupwise.training.setup import prepare
 from groupwise.types import Completion, Problem, Prompt
 
 
@@ -126,6 +127,13 @@ def test_an_engine_of_ones_own_is_made_of_its_file(my_engine, tiny_llama, tokeni
     told = []
     assert engine.stream(prompts[0], greedy, seed=1, on_text=told.append).text == "".join(told)
     assert (engine.holds_weights, engine.limit, engine.metrics()) == (False, None, {})
+
+
+def test_a_run_asks_for_weights_of_8_bits_before_it_reads_any(monkeypatch):
+    monkeypatch.setattr(decode.native, "fits", lambda weight: False)
+    with pytest.raises(ConfigError, match="cannot be sampled with weights of 8 bits"):
+        prepare(load_config("quickstart", ["rollout.quantization=8bit"]))
+    prepare(load_config("quickstart"))
 
 
 def test_weights_of_8_bits_need_kernels_and_a_model_that_is_covered(tiny_llama, tokenizer, monkeypatch):

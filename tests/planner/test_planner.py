@@ -231,6 +231,13 @@ def test_sizes_are_read_and_mistakes_told():
         find_hardware("abacus")
 
 
+def test_weights_of_8_bits_are_refused_where_nothing_samples_with_them():
+    config = load_config("gsm8k-0.5b", ["rollout.quantization=8bit"])
+    with pytest.raises(ConfigError, match=r"rollout\.quantization is 8bit, .* but this plan is for GPUs: set it to none"):
+        make_plan(config, HARDWARE["rtx-4090"])
+    assert make_plan(config, HARDWARE["cpu"]).setup.config.rollout.quantization == "8bit"
+
+
 def test_sampling_by_the_module_has_a_prompt_for_each_sequence():
     config = load_config(
         "gsm8k-0.5b", ["rollout.engine=transformers", "rollout.prompts_per_step=2", "rollout.completions_per_prompt=4"]

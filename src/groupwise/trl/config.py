@@ -324,6 +324,11 @@ def _contradictions(args: GRPOConfig) -> Iterator[str]:
             "vllm_mode='server' is not honoured by groupwise.trl: leave it and use_vllm out, groupwise's own engine samples from the "
             "very weights that are trained"
         )
+    if args.rollout_quantization is not None and args.repetition_penalty != 1:
+        yield (
+            f"rollout_quantization is {args.rollout_quantization!r}, but with repetition_penalty={args.repetition_penalty} the model's own "
+            "module samples, whose weights are as they are: leave out either"
+        )
     if args.use_vllm and args.vllm_structured_outputs_regex:
         yield "vllm_structured_outputs_regex is not honoured by groupwise.trl: leave it out, and reward what matches the pattern"
     if args.loss_type == "vespo" and args.importance_sampling_level != "token":

@@ -95,7 +95,8 @@ def words_about(
     if args.restricts_sampling:
         mode = args.vllm_importance_sampling_mode
         weighted = (
-            f"with use_vllm each one's loss is multiplied by the ratio of the two (vllm_importance_sampling_mode={mode!r})"
+            f"{'with use_vllm ' if args.use_vllm else ''}each one's loss is multiplied by the ratio of the two "
+            f"(vllm_importance_sampling_mode={mode!r})"
             f"{', which is near 0 for long completions' if mode.startswith('sequence') else ''}"
         )
         yield (

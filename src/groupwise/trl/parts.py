@@ -26,7 +26,7 @@ from groupwise.config.schema import Config, LoraConfig, ModelConfig, OptimizerCo
 from groupwise.config.section import Section
 from groupwise.distributed import Sharding, World
 from groupwise.distributed.sharding import chosen_sharding
-from groupwise.engines import Engine, make_engine
+from groupwise.engines import Engine, make_engine, why_not_rounded
 from groupwise.engines.builtin.fast_paths import check_fast_paths, take
 from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import playing
@@ -76,6 +76,7 @@ def to_config(args: GRPOConfig, model: ModelConfig, correction: Mapping[str, Any
         "top_p": args.top_p,
         "top_k": args.top_k if args.top_k > 0 else None,
         "engine": "auto" if args.repetition_penalty == 1 else "transformers",
+        "quantization": args.rollout_quantization or "none",
     }
     optimizer = {
         "learning_rate": args.learning_rate or 1e-6,  # the schedule has the rate that counts, 0 included
@@ -86,20 +87,24 @@ def to_config(args: GRPOConfig, model: ModelConfig, correction: Mapping[str, Any
         "max_grad_norm": args.max_grad_norm or None,
         "precision": "masters-8bit" if "8bit" in args.optim else "masters",
     }
-    algorithm = {"updates_per_batch": args.num_iterations, "kl": kl if args.beta else None}
-    algorithm |= {"correction": correction} if correction else {}
+    algorithm = {"updates_per_batch": args.num_iterations, "kl": kl if args.beta else None, "correction": correction}
     sections = {"rollout": rollout, "algorithm": algorithm, "optimizer": optimizer, "training": {"seed": args.seed}}
     return Config.model_validate({"model": model, **sections})
 
 
 def correction(args: GRPOConfig, own_rollout: bool = False) -> dict[str, Any] | None:
     """What TRL corrects with vLLM, as ``algorithm.correction``, where what samples differs from what is trained: restricted, or by a
-    ``rollout_func`` (``own_rollout``). None elsewhere, where the factor is 1.
+    ``rollout_func`` (``own_rollout``); and where its weights are rounded. None elsewhere, where the factor is 1.
 
-    Raises ArgumentError for bounds that are not honoured.
+    Raises ArgumentError for bounds that are not honoured, and for weights to round that nothing samples with.
     """
-    acts = args.use_vllm and args.vllm_importance_sampling_correction and (args.restricts_sampling or own_rollout)
-    if not acts:
+    rounded = args.rollout_quantization is not None
+    if rounded and own_rollout:
+        raise ArgumentError(
+            f"rollout_quantization is {args.rollout_quantization!r}, but rollout_func samples, with weights of its own: leave it out"
+        )
+    differs = rounded or (args.use_vllm and (args.restricts_sampling or own_rollout))
+    if not (differs and args.vllm_importance_sampling_correction):
         return None
     former, cap = args.vllm_importance_sampling_cap, args.vllm_importance_sampling_clip_max
     cap = cap if former is None else former
@@ -111,8 +116,8 @@ def correction(args: GRPOConfig, own_rollout: bool = False) -> dict[str, Any] | 
     ):
         if bad:
             raise ArgumentError(
-                f"vllm_importance_sampling_{name}={named[name]!r} is not honoured by groupwise.trl where sampling is restricted or a "
-                f"rollout_func samples: {remedy}, or set vllm_importance_sampling_correction=False"
+                f"vllm_importance_sampling_{name}={named[name]!r} is not honoured by groupwise.trl where sampling is restricted, a "
+                f"rollout_func samples, or weights are rounded: {remedy}, or set vllm_importance_sampling_correction=False"
             )
     level, mode = args.vllm_importance_sampling_mode.split("_")
     return {"level": level, "mode": mode, "cap": cap}
@@ -160,7 +165,8 @@ def objective(args: GRPOConfig, own_rollout: bool = False) -> Objective:
                 "or groupwise.train with algorithm.value"
             )
     kl = KL(args.beta, importance=ratio if args.use_bias_correction_kl else None) if args.beta else None
-    return Objective(advantage, loss, aggregation, kl, args.off_policy_mask_threshold, args.use_vllm or own_rollout)
+    others = args.use_vllm or own_rollout or args.rollout_quantization is not None  # sample, not the policy itself
+    return Objective(advantage, loss, aggregation, kl, args.off_policy_mask_threshold, others)
 
 
 def _found(
@@ -334,6 +340,23 @@ def check_division(args: GRPOConfig, model: ModelConfig, peft_config: Any, proce
     config = to_config(args, model)
     check_sharding(config, load_model_config(model), processes)
     return config
+
+
+def check_rounding(args: GRPOConfig, model: Any) -> None:
+    """Raise ArgumentError where weights are to be rounded (``rollout_quantization``) and this machine cannot sample with such ones, or not
+    such a model: a name, whose weights are not read yet, or a module."""
+    if args.rollout_quantization is None:
+        return
+    if isinstance(model, str):
+        config = model_config(args, model)
+        of_model = load_model_config(config)
+    else:
+        config, of_model = model_config(args, type(model).__name__), model.config
+    if (reason := why_not_rounded(to_config(args, config), of_model)) is not None:
+        raise ArgumentError(
+            f"rollout_quantization is {args.rollout_quantization!r}, but {config.name} cannot be sampled with weights of 8 bits: {reason}. "
+            "Leave it out"
+        )
 
 
 def make_policy(

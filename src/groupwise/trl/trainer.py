@@ -43,6 +43,7 @@ from groupwise.trl.parts import (
     GivenOptimizer,
     check_division,
     check_launch,
+    check_rounding,
     correction,
     make_parts,
     make_policy,
@@ -227,6 +228,8 @@ class GRPOTrainer(Outputs):
             raise ArgumentError(
                 f"{way} divides a model as it is read: pass the model's name or folder to GRPOTrainer, and leave optimizers out"
             )
+
+        check_rounding(args, model)
 
         def load(config: ModelConfig) -> Policy:
             divided = check_division(args, config, peft_config, self.world.size)
@@ -415,14 +418,16 @@ class GRPOTrainer(Outputs):
         return self._generation[1]
 
     def _generate(
-        self, prompts: Sequence[Prompt], size: int, scope: str, numbers: dict[str, list[float]], again: bool = False
-    ) -> Generation:
+        self, prompts: Sequence[Prompt], size: int, scope: str, numbers: dict[str, list[float]], again: bool = False,
+        judged: bool = False,
+    ) -> Generation:  # fmt: skip
         """Sample ``size`` completions of each prompt and score them; what is to be logged of it goes into ``numbers``.
 
         Each process scores its share of the completions in one call, as in TRL the ones that follow those of the process before it; where
-        there are environments, those that it has. ``again``: its tokens were counted before.
+        there are environments, those that it has. ``again``: its tokens were counted before. ``judged``: with the weights as they are.
         """
         args, world = self.args, self.world
+        sampling = replace(self._sampling, in_8_bits=self._sampling.in_8_bits and not judged)
         extra_columns, logged = defaultdict[str, list[object]](list), defaultdict[str, list[float]](list)
         keywords: dict[str, object] = {
             "trainer_state": self.state,
@@ -437,7 +442,7 @@ class GRPOTrainer(Outputs):
             )
             keywords |= columns
         else:
-            sampled = self.engine.sample(number_occurrences(prompts), size, self._sampling, seed=args.seed, scope=scope)
+            sampled = self.engine.sample(number_occurrences(prompts), size, sampling, seed=args.seed, scope=scope)
         whole = 1  # completions that one process must score together
         if self.episodes is not None and self.episodes.environments is not None:
             keywords["environments"], whole = self.episodes.played, size
@@ -583,7 +588,7 @@ class GRPOTrainer(Outputs):
         numbers: dict[str, list[float]] = defaultdict(list)
         for start in range(0, len(prompts), per_batch):
             part = [prompts[i] for i in range(start, min(start + per_batch, len(prompts)))]
-            generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", numbers)
+            generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", numbers, judged=True)
             numbers["loss"].append(self._loss_of(generation, numbers))
         metrics = drain(numbers, f"{metric_key_prefix}_")
         rows = len(prompts)  # which transformers counts, though each is answered several times
