@@ -183,6 +183,8 @@ def _arguments(side: str, config: Config, rows: int, save_steps: int) -> dict[st
         own["rollout_quantization"] = rollout.quantization
         if (kept := config.algorithm.correction) is not None:
             own |= {"vllm_importance_sampling_mode": f"{kept.level}_{kept.mode}", "vllm_importance_sampling_clip_max": kept.cap}
+        else:
+            own["vllm_importance_sampling_correction"] = False
     # The base of an adapter is not trained, so neither library needs it in float32.
     small = {} if config.model.lora is None else {"model_init_kwargs": {"dtype": "bfloat16"}}
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 1}

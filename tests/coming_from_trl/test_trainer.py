@@ -1217,7 +1217,7 @@ def test_restricted_samples_are_weighted_as_trl_weighs_vllm_s(tiny_folder, promp
 
 
 def test_weights_of_8_bits_sample_for_training_alone_and_are_weighted_for_it(
-    tiny_folder, prompts, letters, settings, monkeypatch
+    tiny_folder, prompts, letters, settings, monkeypatch, caplog
 ):
     if why := decode.why_not_in_8_bits(torch.device("cpu"), torch.float32):
         pytest.skip(why)
@@ -1236,22 +1236,33 @@ def test_weights_of_8_bits_sample_for_training_alone_and_are_weighted_for_it(
         (part,) = trainer._generation[1].parts.values()
         return trainer, part.window.batch
 
+    caplog.clear()
     trainer, batch = train(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=1.5)
+    assert "rollout_quantization" not in caplog.text
     apart_T = batch.old_logprobs_T - batch.sampler_logprobs_T
     assert 1e-5 < apart_T.abs().mean() < 0.1, "rounded weights are others, and not far from these"
     torch.testing.assert_close(batch.correction_T, apart_T.exp().clamp(max=1.5))
     assert train(vllm_importance_sampling_correction=False)[1].correction_T is None
+    assert "rollout_quantization" not in caplog.text
+    batch = train()[1]
+    whole_N = torch.zeros(len(batch)).index_add_(0, batch.sequence_T, batch.old_logprobs_T - batch.sampler_logprobs_T).exp()
+    torch.testing.assert_close(batch.correction_T, whole_N[batch.sequence_T], msg="TRL's default, by whole completions")
+    assert "'token_truncate' weighs each token by itself" in caplog.text
     assert set(sampled) == {("rollout", True)}
     trainer.evaluate()
     assert sampled[-1] == ("eval", False)
 
 
 def test_weights_of_8_bits_are_refused_before_a_model_is_read(tiny_folder, prompts, letters, settings, load_tiny, monkeypatch):
-    monkeypatch.setattr(decode.native, "fits", lambda weight: False)
-    monkeypatch.setattr("groupwise.trl.trainer.load_policy", lambda *_: pytest.fail("its weights are read"))
-    for model in (str(tiny_folder), load_tiny()):
-        with pytest.raises(ConfigError, match=r"rollout_quantization is '8bit', but .* cannot be sampled with .* Leave it out"):
+    monkeypatch.setattr(decode, "why_not_in_8_bits", lambda device, dtype: f"nothing multiplies {dtype}")
+    for model in (load_tiny(), load_tiny().bfloat16(), str(tiny_folder)):
+        dtype = "float32" if isinstance(model, str) else str(model.dtype).removeprefix("torch.")
+        sentence = (
+            rf"rollout_quantization is '8bit', but .* cannot be sampled with .*: nothing multiplies torch\.{dtype}\. Leave it out"
+        )
+        with pytest.raises(ConfigError, match=sentence):
             GRPOTrainer(model, letters, settings(rollout_quantization="8bit"), prompts)
+        monkeypatch.setattr("groupwise.trl.trainer.load_policy", lambda *_: pytest.fail("its weights are read"))
     with pytest.raises(ConfigError, match="but rollout_func samples, with weights of its own: leave it out"):
         GRPOTrainer("no-such-model", letters, settings(rollout_quantization="8bit"), prompts, rollout_func=lambda *_: {})
     bounded = settings(rollout_quantization="8bit", vllm_importance_sampling_clip_min=0.5)

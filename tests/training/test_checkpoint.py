@@ -36,6 +36,17 @@ def final_weights(folder):
     return load_file(folder / "final_model" / "model.safetensors")
 
 
+def resumes_exactly(config, letters, quiet, folder):
+    """The folder of a run, of which one that goes on from its first checkpoint repeats every number."""
+    whole = train(config, rewards=letters, console=quiet, run_folder=folder / "whole").folder
+    checkpoint = whole / "checkpoints" / "step-1"
+    resumed = train(config, rewards=letters, console=quiet, run_folder=folder / "resumed", resume_from=checkpoint).folder
+    assert metrics_of(resumed) == metrics_of(whole, first=1)
+    one, other = final_weights(whole), final_weights(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    return whole
+
+
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -101,12 +112,7 @@ def test_what_stands_around_the_objective_resumes_bit_for_bit_too(small_config, 
         output={"checkpoint_every": 1, "keep_checkpoints": 3},
         rollout={"refill_rounds": 2},
     )
-    whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
-    checkpoint = whole / "checkpoints" / "step-1"
-    resumed = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "resumed", resume_from=checkpoint).folder
-    assert metrics_of(resumed) == metrics_of(whole, first=1)
-    one, other = final_weights(whole), final_weights(resumed)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    resumes_exactly(config, letters, quiet, tmp_path)
 
 
 @pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -119,12 +125,7 @@ def test_a_run_that_samples_with_weights_of_8_bits_resumes_bit_for_bit(small_con
     if (why := why_not_in_8_bits(torch.device("cpu"), torch.float32)) is not None:
         pytest.skip(why)
     config.model.dtype = "float32"
-    whole = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole").folder
-    checkpoint = whole / "checkpoints" / "step-1"
-    resumed = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "resumed", resume_from=checkpoint).folder
-    assert metrics_of(resumed) == metrics_of(whole, first=1)
-    one, other = final_weights(whole), final_weights(resumed)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole = resumes_exactly(config, letters, quiet, tmp_path)
     for row in metrics_of(whole):
         assert 1e-5 < row["policy/sampler_mismatch"] < 0.1
         assert row["policy/correction"] == pytest.approx(1, abs=0.1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("groupwise")
 
-__all__ = ["Engine", "SampleRequest", "SamplingSettings", "check_engine", "check_quantization", "make_engine", "why_not_rounded"]
+__all__ = ["Engine", "SampleRequest", "SamplingSettings", "check_engine", "check_quantization", "make_engine"]
 
 
 def check_engine(rollout: RolloutConfig) -> None:
@@ -30,14 +30,8 @@ def check_engine(rollout: RolloutConfig) -> None:
 def check_quantization(config: Config, hf_config: Any) -> None:
     """Raise ConfigError where weights of 8 bits are asked for (``rollout.quantization``) and this machine cannot sample with them, or not
     such a model, of a transformers config ``hf_config``: before its weights are read."""
-    if (reason := why_not_rounded(config, hf_config)) is not None:
-        raise _no_8_bits(config.model.name, reason)
-
-
-def why_not_rounded(config: Config, hf_config: Any) -> str | None:
-    """``None`` if no weights of 8 bits are asked for, or they can be had for such a model here; else why not."""
     if config.rollout.quantization == "none":
-        return None
+        return
     import torch
 
     from groupwise.engines.builtin.decode import why_not_in_8_bits
@@ -46,7 +40,8 @@ def why_not_rounded(config: Config, hf_config: Any) -> str | None:
     from groupwise.models.load import resolve_device
 
     dtype = getattr(torch, with_dtype(config.model).dtype)
-    return why_uncovered(hf_config) or why_not_in_8_bits(resolve_device(config.model.device), dtype)
+    if (reason := why_uncovered(hf_config) or why_not_in_8_bits(resolve_device(config.model.device), dtype)) is not None:
+        raise _no_8_bits(config.model.name, reason)
 
 
 def _your_engine(spec: str) -> type[Engine]:

@@ -215,7 +215,8 @@ advantage_type str?: None, 'group', 'maxrl', 'gdpo' = None | h | groupwise's own
     a registered name, or `my_advantage.py:advantage`.
 advantage_settings dict? = None | h | groupwise's own: settings of `advantage_type`, such as `{"baseline": "leave_one_out"}` of `group`.
 rollout_quantization str?: None, '8bit' = None | h | groupwise's own: `8bit` samples for training with weights rounded to 8 bits, on
-    CPUs. Losses are multiplied for it as `vllm_importance_sampling_mode` says, if `vllm_importance_sampling_correction` is on.
+    CPUs. Losses are multiplied for it as `vllm_importance_sampling_mode` says (`token_truncate` is for this), if
+    `vllm_importance_sampling_correction` is on.
 """
 
 

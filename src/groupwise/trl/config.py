@@ -322,7 +322,7 @@ def _contradictions(args: GRPOConfig) -> Iterator[str]:
     if args.use_vllm and args.vllm_mode == "server":
         yield (
             "vllm_mode='server' is not honoured by groupwise.trl: leave it and use_vllm out, groupwise's own engine samples from the "
-            "very weights that are trained"
+            "weights that are trained"
         )
     if args.rollout_quantization is not None and args.repetition_penalty != 1:
         yield (

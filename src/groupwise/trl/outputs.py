@@ -92,8 +92,8 @@ def words_about(
             yield f"{row.name}={getattr(args, row.name)!r}: {row.text}"
     if args.optim.startswith("paged"):
         yield f"optim={args.optim!r}: the optimiser's state is not paged; its numbers are the same"
+    mode = args.vllm_importance_sampling_mode
     if args.restricts_sampling:
-        mode = args.vllm_importance_sampling_mode
         weighted = (
             f"{'with use_vllm ' if args.use_vllm else ''}each one's loss is multiplied by the ratio of the two "
             f"(vllm_importance_sampling_mode={mode!r})"
@@ -102,6 +102,11 @@ def words_about(
         yield (
             "repetition_penalty, min_p, top_p and top_k change what is sampled and not the log-probabilities that are trained, as in "
             "TRL: " + (weighted if corrected else "the policy is taught by samples of another distribution than its own")
+        )
+    if args.rollout_quantization is not None and corrected and mode.startswith("sequence"):
+        yield (
+            f"rollout_quantization={args.rollout_quantization!r} with vllm_importance_sampling_mode={mode!r}: a completion's weight is the "
+            "product of its tokens', which is far from 1 for long ones: 'token_truncate' weighs each token by itself"
         )
     if args.loss_type == "cispo" and (args.epsilon if args.epsilon_high is None else args.epsilon_high) <= 1:
         yield (

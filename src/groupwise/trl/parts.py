@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from groupwise.config.schema import Config, LoraConfig, ModelConfig, OptimizerCo
 from groupwise.config.section import Section
 from groupwise.distributed import Sharding, World
 from groupwise.distributed.sharding import chosen_sharding
-from groupwise.engines import Engine, make_engine, why_not_rounded
+from groupwise.engines import Engine, check_quantization, make_engine
 from groupwise.engines.builtin.fast_paths import check_fast_paths, take
 from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import playing
@@ -96,13 +97,9 @@ def correction(args: GRPOConfig, own_rollout: bool = False) -> dict[str, Any] | 
     """What TRL corrects with vLLM, as ``algorithm.correction``, where what samples differs from what is trained: restricted, or by a
     ``rollout_func`` (``own_rollout``); and where its weights are rounded. None elsewhere, where the factor is 1.
 
-    Raises ArgumentError for bounds that are not honoured, and for weights to round that nothing samples with.
+    Raises ArgumentError for bounds that are not honoured.
     """
     rounded = args.rollout_quantization is not None
-    if rounded and own_rollout:
-        raise ArgumentError(
-            f"rollout_quantization is {args.rollout_quantization!r}, but rollout_func samples, with weights of its own: leave it out"
-        )
     differs = rounded or (args.use_vllm and (args.restricts_sampling or own_rollout))
     if not (differs and args.vllm_importance_sampling_correction):
         return None
@@ -342,21 +339,18 @@ def check_division(args: GRPOConfig, model: ModelConfig, peft_config: Any, proce
     return config
 
 
-def check_rounding(args: GRPOConfig, model: Any) -> None:
-    """Raise ArgumentError where weights are to be rounded (``rollout_quantization``) and this machine cannot sample with such ones, or not
-    such a model: a name, whose weights are not read yet, or a module."""
-    if args.rollout_quantization is None:
-        return
-    if isinstance(model, str):
-        config = model_config(args, model)
-        of_model = load_model_config(config)
-    else:
-        config, of_model = model_config(args, type(model).__name__), model.config
-    if (reason := why_not_rounded(to_config(args, config), of_model)) is not None:
+@contextmanager
+def _in_trl_s_words() -> Iterator[None]:
+    """What cannot be sampled with rounded weights is told by the name that the argument has here."""
+    try:
+        yield
+    except ConfigError as error:
+        said, own = str(error), "rollout.quantization is 8bit"
+        if own not in said:
+            raise
         raise ArgumentError(
-            f"rollout_quantization is {args.rollout_quantization!r}, but {config.name} cannot be sampled with weights of 8 bits: {reason}. "
-            "Leave it out"
-        )
+            said.replace(own, "rollout_quantization is '8bit'").replace("Set it to none", "Leave it out")
+        ) from error
 
 
 def make_policy(
@@ -387,6 +381,8 @@ def make_policy(
         config = model_config(args, model)
         try:
             config = _as_stored(config, args)
+            with _in_trl_s_words():  # before the weights are read
+                check_quantization(to_config(args, config), load_model_config(config))
             policy = load(config)
             _is_quantised(policy.model, peft_config is not None)
         except ModelError as error:
@@ -419,7 +415,8 @@ def make_parts(
     take(*where, choices)
     in_order = episodes is not None and episodes.environments is not None  # each process scores what its environments played
     if own_optimizer and not is_adapted(policy.model):
-        engine = playing(make_engine(policy, config.rollout), episodes)
+        with _in_trl_s_words():
+            engine = playing(make_engine(policy, config.rollout), episodes)
         scorer: Scorer = ModuleScorer(policy.model)
         return scorer, Replicas(scorer, world), DealtEngine(engine, world, in_order)
     for notice in filter(None, (choice.notice for choice in choices)) if world.is_first else ():
@@ -431,7 +428,8 @@ def make_parts(
     if given and needs_reference and isinstance(scorer, KeepsAdapter):
         scorer.keep_present_adapter()
     sharding = make_sharding(config, world, scorer)
-    engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), episodes)
+    with _in_trl_s_words():
+        engine = playing(make_engine(policy, config.rollout, scorer, world, sharding.whole_policy), episodes)
     return scorer, sharding, DealtEngine(with_whole_weights(engine, sharding), world, in_order)
 
 

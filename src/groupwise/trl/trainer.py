@@ -43,7 +43,6 @@ from groupwise.trl.parts import (
     GivenOptimizer,
     check_division,
     check_launch,
-    check_rounding,
     correction,
     make_parts,
     make_policy,
@@ -145,6 +144,10 @@ class GRPOTrainer(Outputs):
         self._given = (model, processing_class, peft_config, quantization_config, optimizers)
         self._actors = (tools, environment_factory)
         self.rollout_func: Any = rollout_func
+        if rollout_func and args.rollout_quantization is not None:
+            raise ArgumentError(
+                f"rollout_quantization is {args.rollout_quantization!r}, but rollout_func samples, with weights of its own: leave it out"
+            )
         if rollout_func and (tools or environment_factory or self.world.size > 1):
             raise ArgumentError(
                 "rollout_func samples for one process and makes its own calls of tools: leave out tools and environment_factory, and start "
@@ -228,8 +231,6 @@ class GRPOTrainer(Outputs):
             raise ArgumentError(
                 f"{way} divides a model as it is read: pass the model's name or folder to GRPOTrainer, and leave optimizers out"
             )
-
-        check_rounding(args, model)
 
         def load(config: ModelConfig) -> Policy:
             divided = check_division(args, config, peft_config, self.world.size)
@@ -418,16 +419,16 @@ class GRPOTrainer(Outputs):
         return self._generation[1]
 
     def _generate(
-        self, prompts: Sequence[Prompt], size: int, scope: str, numbers: dict[str, list[float]], again: bool = False,
-        judged: bool = False,
-    ) -> Generation:  # fmt: skip
+        self, prompts: Sequence[Prompt], size: int, scope: str, numbers: dict[str, list[float]], again: bool = False
+    ) -> Generation:
         """Sample ``size`` completions of each prompt and score them; what is to be logged of it goes into ``numbers``.
 
         Each process scores its share of the completions in one call, as in TRL the ones that follow those of the process before it; where
-        there are environments, those that it has. ``again``: its tokens were counted before. ``judged``: with the weights as they are.
+        there are environments, those that it has. ``again``: its tokens were counted before.
         """
         args, world = self.args, self.world
-        sampling = replace(self._sampling, in_8_bits=self._sampling.in_8_bits and not judged)
+        training = numbers is self._numbers  # else judging, with the weights as they are
+        sampling = replace(self._sampling, in_8_bits=self._sampling.in_8_bits and training)
         extra_columns, logged = defaultdict[str, list[object]](list), defaultdict[str, list[float]](list)
         keywords: dict[str, object] = {
             "trainer_state": self.state,
@@ -463,7 +464,7 @@ class GRPOTrainer(Outputs):
             name: values[-share:] if share and len(values) % share == 0 else values for name, values in extra_columns.items()
         }
         extra = _joined(world.all_gather_object(columns))
-        if numbers is self._numbers:
+        if training:
             if not again:
                 tokens = sum(len(g.prompt.token_ids) + c.sampled_tokens for g in generation.groups for c in g.completions)
                 self.state.num_input_tokens_seen += tokens
@@ -588,7 +589,7 @@ class GRPOTrainer(Outputs):
         numbers: dict[str, list[float]] = defaultdict(list)
         for start in range(0, len(prompts), per_batch):
             part = [prompts[i] for i in range(start, min(start + per_batch, len(prompts)))]
-            generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", numbers, judged=True)
+            generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", numbers)
             numbers["loss"].append(self._loss_of(generation, numbers))
         metrics = drain(numbers, f"{metric_key_prefix}_")
         rows = len(prompts)  # which transformers counts, though each is answered several times

@@ -283,8 +283,8 @@ def pack_8bit(weight: Tensor) -> tuple[Tensor, Tensor]:
 def multiply_packed(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
     """``x @ weight.t() + bias`` for few rows ``x`` ``[M, C]`` and a weight ``[columns, C]`` that ``pack`` laid out, or with ``scales``
     ``pack_8bit``. A row's numbers do not depend on the rows beside it. Without ``scales`` they are on matrix units to the last bit those
-    of ``multiply``. With them a row of ``x`` is rounded to 16 bits, steps of its largest magnitude / 32,512, where the processor
-    multiplies bytes."""
+    of ``multiply``. With them a row of ``x`` is rounded to 16 bits, steps of its largest magnitude / 32,512, unless the processor has no
+    products of whole numbers (AMX, VNNI, AVX2)."""
     wanted = x.dtype if scales is None else torch.int8
     assert packed.dtype == wanted, f"weights were packed in {packed.dtype}, and inputs in {x.dtype} take those in {wanted}"
     assert packed.shape == (_up(columns, _STEP), _up(x.shape[1], _STEP if scales is None else _LINE))

@@ -868,7 +868,8 @@ void gw_pack(const number *weight, number *out, int64_t columns, int64_t depth) 
  * rounded up to whole lines of the cache: TAKEN pairs of numbers are multiplied at a time for one sum. A row of inputs is whole numbers of
  * 16 bits times a scale of its own: with a row's largest number 127 * 256 times the scale, the error of each is below 1 / 65,024 of that.
  * Processors with instructions for bytes have each as 256 high + low, two of 8 bits, and multiply four pairs of bytes at a time. On others
- * with vectors weights are widened to 16 bits in the registers, and two pairs of such multiplied at a time. Both are exact. */
+ * with vectors weights are widened to 16 bits in the registers, and two pairs of such multiplied at a time, whose sums are exact for PART
+ * depths. */
 enum { LINE = 64, MOST_HIGH = 127 * 256 };
 #if !defined(FP32) && defined(__linux__) && \
     ((defined(__AMX_BF16__) && defined(__AMX_INT8__)) || (defined(__AMXBF16__) && defined(__AMXINT8__))) /* GCC's names, Clang's */
@@ -1200,16 +1201,9 @@ static void multiply_8bit(
     free(row_scales);
 }
 
-/* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL: for few rows, whose time is that
- * of reading the weight. The numbers are those of gw_multiply; with `scales` the weight is of 8 bits. */
-void gw_multiply_packed(
-    const number *x, const void *weight, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
-    int64_t depth) {
-    if (scales) {
-        multiply_8bit(x, weight, scales, bias, out, rows, columns, depth);
-        return;
-    }
-    const number *packed = weight;
+/* gw_multiply_packed with a weight as it is: the numbers are those of gw_multiply. */
+static void multiply_whole(
+    const number *x, const number *packed, const number *bias, number *out, int64_t rows, int64_t columns, int64_t depth) {
     const operand left = {x, depth, rows, depth, 0};
     const int64_t deep = whole_steps(depth), grain = grain_of(columns);
     number *held = aligned_alloc(64, least(PANEL, whole_steps(rows)) * deep * sizeof(number));
@@ -1498,15 +1492,9 @@ static void multiply_8bit(
 }
 #endif
 
-/* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL; with `scales` it is of 8 bits. */
-void gw_multiply_packed(
-    const number *x, const void *weight, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
-    int64_t depth) {
-    if (scales) {
-        multiply_8bit(x, weight, scales, bias, out, rows, columns, depth);
-        return;
-    }
-    const number *packed = weight;
+/* gw_multiply_packed with a weight as it is. */
+static void multiply_whole(
+    const number *x, const number *packed, const number *bias, number *out, int64_t rows, int64_t columns, int64_t depth) {
     const int64_t deep = whole_steps(depth), grain = grain_of(columns);
     number *held = NULL;
     if (depth % DEEP) { /* with a 0 at each row's end */
@@ -1530,6 +1518,15 @@ void gw_multiply_packed(
     free(held);
 }
 #endif
+
+/* out [rows, columns] = x [rows, depth] times a packed weight, with bias [columns] added unless NULL: for few rows, whose time is that
+ * of reading the weight. With `scales` it is of 8 bits. */
+void gw_multiply_packed(
+    const number *x, const void *weight, const float *scales, const number *bias, number *out, int64_t rows, int64_t columns,
+    int64_t depth) {
+    if (scales) multiply_8bit(x, weight, scales, bias, out, rows, columns, depth);
+    else multiply_whole(x, weight, bias, out, rows, columns, depth);
+}
 
 /* A layer as models/layer.py has it, the weights of its products as gw_pack lays them out, or gw_pack_8bit, whose scales follow. What its
  * family does not have is NULL. */
