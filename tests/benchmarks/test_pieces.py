@@ -286,7 +286,16 @@ def test_the_figure_of_learning_has_a_line_for_every_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["learning", "learning-each-its-best", "learning-amx", "learning-float32", "learning-avx2", "learning-gsm8k-1.5b-cpu"]
+    "name",
+    [
+        "learning",
+        "learning-each-its-best",
+        "learning-amx",
+        "learning-float32",
+        "learning-avx2",
+        "learning-avx2-8bit",
+        "learning-gsm8k-1.5b-cpu",
+    ],
 )
 def test_the_results_page_shows_what_was_measured_against_trl(name: str) -> None:
     numbers = read_numbers(name)
