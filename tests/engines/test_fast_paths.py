@@ -121,6 +121,27 @@ def _raising(*arguments):
     raise RuntimeError("no kernel image is available\nfor execution on the device")
 
 
+@pytest.mark.parametrize(("late", "tried"), [(1, 2), (2, 3), (3, 3)])
+def test_one_that_was_slow_for_a_moment_is_taken(decoder, monkeypatch, late, tried):
+    """As where another program had a core: only what is slower each of three times is left out."""
+    rounds = []
+
+    def measure(path, operation, decoder):
+        rounds.append(operation)
+        return fast_paths.Measured(operation, 9.0 if len(rounds) <= late else 1.0, 5.0, 0.0)
+
+    monkeypatch.setattr(fast_paths, "_measure", measure)
+    choice, _ = choose(a_path(lambda yes: None, operations=("passes",)), decoder)
+    assert (choice.taken, len(rounds)) == (late < 3, tried)
+    assert choice.taken or choice.why == "it takes 9.00 ms, and the plain way 5.00"
+
+
+def test_one_that_disagreed_once_is_not_tried_again(decoder, monkeypatch):
+    found = iter([fast_paths.Measured("passes", 9.0, 5.0, 0.5), fast_paths.Measured("passes", 1.0, 5.0, 0.0)])
+    monkeypatch.setattr(fast_paths, "_measure", lambda *_: next(found))
+    assert not choose(a_path(lambda yes: None, operations=("passes",)), decoder)[0].agrees
+
+
 def test_one_that_is_slower_beyond_doubt_is_left_out(decoder, norms):
     def late(found):
         until = time.process_time() + 0.002  # of the processor, as it is timed

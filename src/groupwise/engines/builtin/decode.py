@@ -179,7 +179,9 @@ def why_not_in_8_bits(device: torch.device, dtype: torch.dtype) -> str | None:
     if not native.fits(like):
         built = kernels(dtype == torch.float32)
         return (
-            f"there are no kernels for {dtype}" if built.library is not None else f"the package's kernels are {built.description}"
+            f"the package's kernels are {built.description}"
+            if built.library is None
+            else f"there are no kernels for {dtype}, or they were left out on this machine"
         )
     if not ALLOWED["rearranged"] or not native.packs(like):
         return f"the package's own products of {dtype} are not for this processor, or were left out on it"
