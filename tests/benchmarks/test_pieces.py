@@ -212,6 +212,8 @@ def test_settings_of_one_side_alone_reach_its_training_and_judging_and_stand_on_
     numbers = json.loads(json.dumps(asdict(result))) | {"measured": []}
     arguments = json.loads((tmp_path / "work" / "groupwise-0" / "settings.json").read_text(encoding="utf-8"))["arguments"]
     assert (arguments["vllm_importance_sampling_mode"], arguments["vllm_importance_sampling_clip_max"]) == ("token_truncate", 2.0)
+    alone = learning._config(args, "rollout.quantization=8bit", "algorithm.correction=null")
+    assert learning._arguments("groupwise", alone, 8, 0)["vllm_importance_sampling_correction"] is False
     assert "TRL alone was given `model.dtype=float32`." in learning.report(numbers)
     assert "Groupwise alone was given `rollout.quantization=8bit`." in learning.report(numbers)
     assert "alone was given" not in learning.report(read_numbers("learning"))
