@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> Result:
     work = (args.work or ROOT / "runs" / name_of(vars(args))).resolve()
     work.mkdir(parents=True, exist_ok=True)
     more = {"groupwise": tuple(args.ours), "trl": tuple(args.trl)}
-    for side in more:  # refuses what a side has no name for, before any run
+    for side in args.sides:  # refuses what it has no name for, before any run
         _arguments(side, _config(args, *more[side]), args.rows, args.save_steps)
     config = _config(args)
     if config.warm_start.steps:

@@ -266,7 +266,7 @@ class RolloutConfig(Section):
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once. It bounds the KV cache; samples change by rounding alone."""
     quantization: Literal["none", "8bit"] = "none"
-    """`8bit`: sample with weights rounded to 8 bits, by the built-in engine on CPUs. Tokens come 1.1 to 2.4 times as fast where the
+    """`8bit`: sample with weights rounded to 8 bits, by the built-in engine on CPUs. Tokens come 1.1 to 2.8 times as fast where the
     processor has AMX, VNNI or AVX2, from a policy that differs a little, for which `algorithm.correction` weighs them. Learning and
     evaluation keep the weights as they are."""
     tools: list[str] = Field(default=[])
