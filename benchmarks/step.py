@@ -42,6 +42,13 @@ def options() -> argparse.ArgumentParser:
     out.add_argument(
         "--malloc", choices=("keep", "default"), default="keep", help="glibc told to keep freed memory, or left alone"
     )
+    out.add_argument(
+        "--ours",
+        nargs="+",
+        default=[],
+        metavar="SETTING",
+        help="settings of groupwise's alone, such as training.micro_batch_tokens=1024",
+    )
     out.add_argument("--ours-only", action="store_true", help="leave TRL out")
     out.add_argument(
         "--neighbour", action="store_true",
@@ -51,10 +58,10 @@ def options() -> argparse.ArgumentParser:
     return out
 
 
-def _workload(args: argparse.Namespace) -> dict[str, int]:
-    """Arguments of ``step_config``. An adapter's rank is left out where there is none: earlier checkouts do not know it."""
-    rank = {"rank": args.rank} if args.rank else {}
-    return {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens, **rank}
+def _workload(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``step_config``. What was not asked for is left out: earlier checkouts do not know it."""
+    more = {name: value for name, value in (("rank", args.rank), ("ours", args.ours)) if value}
+    return {"groups": args.groups, "completions": args.completions, "max_tokens": args.max_tokens, **more}
 
 
 def against_a_checkout(args: argparse.Namespace) -> Result:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from groupwise.config.load import build_config
 from groupwise.config.schema import Config
 from groupwise.data.prompts import render
 from groupwise.types import Problem, Prompt
@@ -61,12 +62,19 @@ def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float
 
 
 def step_config(
-    model: str, *, groups: int = 4, completions: int = 8, max_tokens: int = 128, rank: int = 0, device: str = "cpu"
+    model: str,
+    *,
+    groups: int = 4,
+    completions: int = 8,
+    max_tokens: int = 128,
+    rank: int = 0,
+    device: str = "cpu",
+    ours: Sequence[str] = (),
 ) -> Config:
     """W's settings. The learning rate is far below what fp32 masters can hold: the optimiser does all its work, but the
     policy stays the model it is, so that every step of a run samples from the same distribution. ``rank``: of an adapter, in place of all
-    weights; 0 for none."""
-    return Config.model_validate(
+    weights; 0 for none. ``ours``: further settings, as ``section.name=value``."""
+    return build_config(
         {
             "model": {"name": model or "smollm2-135m-instruct", "device": device, "lora": {"rank": rank} if rank else None},
             "prompt": {"style": "chat"},
@@ -82,5 +90,6 @@ def step_config(
                 "updates_per_batch": 1,
             },  # as TRL does
             "optimizer": {"learning_rate": 1e-12},
-        }
+        },
+        ours,
     )

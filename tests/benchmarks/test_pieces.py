@@ -74,6 +74,9 @@ def test_workload() -> None:
     config = step_config("")
     assert config.completions_per_step == 32
     assert (config.algorithm.beta, config.algorithm.updates_per_batch, config.rollout.max_completion_tokens) == (0.04, 1, 128)
+    changed = step_config("", ours=["training.micro_batch_tokens=1024"])
+    assert changed.training.micro_batch_tokens == 1024
+    assert changed.completions_per_step == 32
 
 
 def test_rollouts_are_taken_by_turns_and_shorter_ones_are_found_out() -> None:
