@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from dataclasses import fields
@@ -32,6 +33,9 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/])(?:src|tests|docs|scripts|benchmarks)/[\w./-]+\.(?:py|md|yaml)\b")
 TABLE_NAME = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+REVISION = re.compile(r"\b(?=\d*[a-f])[0-9a-f]{7,8}\b")
+REVISIONS_OF_OTHERS = {"f2cd577", "685de41"}
+"""Of TRL and OpenEnv."""
 SETTING = re.compile(r"`((?:[a-z_]+\.)+[a-z_]+)(?:: [^`]*|=[^`]*)?`")
 
 
@@ -385,6 +389,21 @@ def test_a_recipe_says_for_whom_it_is_how_to_start_it_and_what_to_expect(recipe)
     assert starts
     for file in re.findall(r"launch/[\w.-]+", "\n".join(comment)):
         assert (ROOT / file).exists(), file
+
+
+def test_revisions_that_pages_name_are_in_the_history():
+    """A word of digits alone may be a size."""
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") != ["false"]:
+        pytest.skip("the history is not here")
+    known = {commit[:length] for commit in git("rev-list", "HEAD") for length in (7, 8)} | REVISIONS_OF_OTHERS
+    measured = [page for folder in ("benchmarks", "experiments") for page in (ROOT / folder).glob("*.md")]
+    named = [(p.name, word) for p in (*PAGES, *measured) for word in REVISION.findall(p.read_text(encoding="utf-8"))]
+    assert len(named) > 100
+    assert [(name, word) for name, word in named if word not in known] == []
 
 
 def test_the_page_of_settings_is_current():
