@@ -113,7 +113,8 @@ class Light:
         return found
 
     def run(self, minutes: float, only: Sequence[str] = (), again: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Make what has no line yet; begin none that might not end within ``minutes``. Returns the lines of all checks that have one."""
+        """Make what has no line yet, within ``minutes``. A check that their end stops gets none: the next call makes it again.
+        Returns the lines of all checks that have one."""
         ends, known = time.monotonic() + 60 * minutes, self.lines()
         for check in self.checks:
             if (only and check.name not in only) or (check.name in known and check.name not in again):
@@ -122,7 +123,11 @@ class Light:
             if left < min(check.limit_s, 20):
                 print(f"{check.name}: not begun, the time is over; the same command goes on here", flush=True)
                 continue
-            known[check.name] = line = self.make(check, min(check.limit_s, left))
+            line = self.make(check, min(check.limit_s, left))
+            if line["verdict"] == "no end" and left < check.limit_s:
+                print(f"{check.name}: stopped, the time is over; the same command goes on here", flush=True)
+                continue
+            known[check.name] = line
             with self.results.open("a", encoding="utf-8") as file:
                 file.write(f"\n{json.dumps(line)}\n")  # the last line may have been cut short
             print(f"{check.name}: {line['verdict']} ({line['seconds']:.0f} s): {line['seen']}", flush=True)
@@ -210,7 +215,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     options.add_argument("--device", choices=("cuda", "cpu"), help="by default CUDA where there is one")
     options.add_argument("--bundle", type=Path, help="folder of wheels, and of the embedded model's parts")
-    options.add_argument("--minutes", type=float, default=10.0, help="no check is begun after them; the next command goes on")
+    options.add_argument("--minutes", type=float, default=10.0, help="for all checks together; the next command goes on")
     options.add_argument("--only", nargs="+", default=[], metavar="CHECK")
     options.add_argument("--again", nargs="+", default=[], metavar="CHECK", help="make them anew")
     options.add_argument("--several", action="store_true", help="the checks for two GPUs and more")

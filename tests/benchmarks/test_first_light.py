@@ -311,6 +311,19 @@ def test_none_is_begun_when_the_time_is_over(light, capsys):
     assert not light.results.exists()
 
 
+def test_one_that_the_end_of_the_time_stops_is_made_again_by_the_next_call(light, monkeypatch, capsys):
+    limits = []
+    monkeypatch.setattr(light, "checks", [Check("stuck", 60, "x")])
+    line = {"check": "stuck", "verdict": "no end", "seconds": 0.0, "seen": "nothing"}
+    monkeypatch.setattr(light, "make", lambda check, limit_s: limits.append(limit_s) or line)
+    assert light.run(0.5) == []
+    assert "stuck: stopped, the time is over" in capsys.readouterr().out
+    assert not light.results.exists()
+    assert [one["verdict"] for one in light.run(5.0)] == ["no end"], "it had its own limit"
+    assert limits[0] < 31
+    assert limits[1:] == [60]
+
+
 def test_an_unknown_check_is_named(capsys):
     with pytest.raises(SystemExit):
         first_light.main(["--only", "grahps"])
