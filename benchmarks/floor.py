@@ -1,13 +1,15 @@
 """The minimum time of a step here: its matrix products alone, timed on this machine in the same run.
 
 Everything else (attention, norms, softmax, drawing, the optimiser, Python) counts as nothing. What prompts begin with is computed once,
-the rest of each once per group, the output head only where a token is predicted, and nothing is computed again.
+the rest of each once per group, the output head only where a token is predicted, and nothing is computed again. The gradient of a
+weight counts where it takes one, and so do those of an adapter's factors.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch.nn.functional import linear
 
 from groupwise.engines.builtin.decode import rearranged_product, rearranging_helps
 from groupwise.models.decoder import Decoder
+from groupwise.models.merging import Factor, MergedLayer
 from groupwise.models.ops import product
 
 __all__ = ["floor_seconds"]
@@ -39,13 +42,15 @@ def floor_seconds(
     """Seconds of matrix products in sampling, in scoring under the reference and in learning, for the given lengths, where all prompts
     begin with the same ``common`` tokens."""
     layer = decoder.layers[0]
-    weights = [layer.qkv, layer.output, layer.gate_up, layer.down]
+    weights = {name: getattr(layer, name) for name in ("qkv", "output", "gate_up", "down")}
+    factors = {name: layer.projections[name].factors() if isinstance(layer, MergedLayer) else [] for name in weights}
     flat = [n for group in lengths for n in group]
     prompts = sum(prompt_lengths) - (len(prompt_lengths) - 1) * common
     rows, tokens = prompts + sum(flat) - len(flat), sum(flat)
-    forward = len(decoder.layers) * sum(_forward(w, rows) for w in weights) + _forward(decoder.head, tokens)
-    backward = len(decoder.layers) * sum(_backward(w, rows) for w in weights) + _backward(decoder.head, tokens)
-    prefill = len(decoder.layers) * sum(_forward(w, prompts) for w in weights)
+    forward = len(decoder.layers) * sum(_forward(w, rows) for w in weights.values()) + _forward(decoder.head, tokens)
+    in_layer = sum(_backward(w, rows, factors[name]) for name, w in weights.items())
+    backward = len(decoder.layers) * in_layer + _backward(decoder.head, tokens)
+    prefill = len(decoder.layers) * sum(_forward(w, prompts) for w in weights.values())
     return {
         "sampling": prefill + _decoding(decoder, flat),
         "reference": forward,
@@ -68,10 +73,15 @@ def _forward(weight: Tensor, rows: int) -> float:
     return _time(lambda: product(x, weight.t())) * rows / part
 
 
-def _backward(weight: Tensor, rows: int) -> float:
+def _backward(weight: Tensor, rows: int, factors: Sequence[Factor] = ()) -> float:
+    """``factors``: of an adapter beside the weight."""
     part = _tiled(weight, rows)
     x, grad = _inputs(weight.shape[1], part, weight), _inputs(weight.shape[0], part, weight)
-    return (_time(lambda: product(grad, weight)) + _time(lambda: product(grad.t(), x))) * rows / part
+    products: list[Callable[[], object]] = [lambda: product(grad, weight)]
+    if weight.requires_grad:
+        products.append(lambda: product(grad.t(), x))
+    products += [partial(factor.gradients, grad, x) for factor in factors]
+    return sum(map(_time, products)) * rows / part
 
 
 def _decoding(decoder: Decoder, lengths: Sequence[int]) -> float:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import learning, learning_worker
+from benchmarks import floor, learning, learning_worker
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
 from benchmarks.learning import difference, reached
@@ -24,6 +24,9 @@ from benchmarks.vllm_rollouts import measure as rollouts
 from benchmarks.workers import Worker, WorkerDied
 from benchmarks.workload import even_tokens, problems, step_config
 from experiments.common import read_block, read_numbers
+from groupwise.config.schema import LoraConfig
+from groupwise.models.adapters import attach, peft_config_of
+from groupwise.models.decoder import Decoder, MergedDecoder
 
 
 def test_work_of_one_sequence_is_what_pytorch_counts(tiny_llama: Callable[..., Any]) -> None:
@@ -45,6 +48,24 @@ def test_a_group_pays_for_its_prompt_once(tiny_llama: Callable[..., Any]) -> Non
     head = 2 * config.hidden_size * config.vocab_size
     assert forward_flops(config, [(50, [1, 1, 1])]) == alone + 2 * head
     assert learning_flops(config, [(50, [1])]) == 3 * alone
+
+
+def test_the_floor_has_the_products_that_a_step_makes(tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call takes a second: two products and three of a projection that learns, and one for the gradients of each adapter."""
+
+    def one_second(call: Callable[[], object]) -> float:
+        call()
+        return 1.0
+
+    def learning_s(decoder: Decoder) -> float:
+        return floor.floor_seconds(decoder, [4, 5], [[2, 3], [1, 4]], common=2)["forward_backward"]
+
+    monkeypatch.setattr(floor, "_time", one_second)
+    model = tiny_llama()
+    layers = model.config.num_hidden_layers
+    adapted = attach(model, peft_config_of(LoraConfig(rank=4)))
+    assert learning_s(MergedDecoder(adapted)) == layers * (4 * 2 + 7) + 2  # beside it the head is frozen too
+    assert learning_s(Decoder(tiny_llama())) == layers * 4 * 3 + 3
 
 
 def test_generate_stops_each_sequence_where_told(tiny_llama: Callable[..., Any]) -> None:
