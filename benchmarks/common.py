@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Result", "cores", "finish", "median", "parser", "print_table", "quotient", "seconds"]
+from groupwise.tracking.environment import git
+
+__all__ = ["ROOT", "Result", "cores", "described", "finish", "median", "parser", "print_table", "quotient", "seconds"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("groupwise", "torch", "transformers", "trl", "accelerate")
@@ -90,11 +91,18 @@ def _cell(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def finish(result: Result, output: Path | None) -> Result:
-    """Fill in where and with what it was measured, print the JSON as the last line, and write it to ``output`` if given."""
-    result.versions |= _versions()
-    result.machine |= _machine()
-    result.date = datetime.now(UTC).isoformat(timespec="seconds")
+def described() -> dict[str, Any]:
+    """Versions, machine and date of what begins now; the checkout may change before it ends."""
+    return {"versions": _versions(), "machine": _machine(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def finish(measure: Callable[[], Result], output: Path | None) -> Result:
+    """Measure, fill in when and with what it began, print the JSON as the last line, and write it to ``output`` if given."""
+    begun = described()
+    result = measure()
+    result.versions |= begun["versions"]
+    result.machine |= begun["machine"]
+    result.date = begun["date"]
     line = json.dumps(_rounded(asdict(result)), ensure_ascii=False)
     if output:
         output.write_text(line + "\n", encoding="utf-8")
@@ -117,9 +125,9 @@ def _versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if revision.returncode == 0:
-        found["commit"] = revision.stdout.strip()
+    if revision := git(ROOT, "rev-parse", "--short", "HEAD"):
+        changed = git(ROOT, "status", "--porcelain", "--untracked-files=no", "--", "src", "*.py")
+        found["commit"] = revision + ("-dirty" if changed else "")
     return found
 
 

@@ -198,7 +198,7 @@ def main() -> None:
     args = options().parse_args()
     keep_freed_memory()
     torch.set_num_threads(args.threads)
-    finish(run(args), args.output)
+    finish(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def _print(details: dict[str, Any]) -> None:
 
 def main() -> None:
     args = options().parse_args()
-    finish(run(args), args.output)
+    finish(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

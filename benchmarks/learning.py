@@ -524,7 +524,7 @@ def main() -> None:
             numbers = against(numbers, joined([json.loads(path.read_text(encoding="utf-8")) for path in args.against]))
         publish(replace(EXPERIMENT, name=name_of(numbers["settings"])), numbers, FIGURES)
     else:
-        finish(run(args), args.output)
+        finish(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

@@ -196,8 +196,7 @@ def main() -> None:
         found = json.dumps(work(args.worker, args.whole))
         (args.into / f"{os.environ.get('RANK', '0')}.json").write_text(found, encoding="utf-8")
         return
-    result = run(args)
-    finish(result, args.output)
+    result = finish(lambda: run(args), args.output)
     if (args.whole or args.soak) and (said := beyond_bounds(result.details, args.soak)):
         raise SystemExit("\n".join(said))
 

@@ -138,7 +138,7 @@ def compared(side: str, logprobs: Mapping[str, Tensor], gradients: Mapping[str, 
 
 def main() -> None:
     args = options().parse_args()
-    finish(run(args), args.output)
+    finish(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

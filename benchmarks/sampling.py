@@ -126,7 +126,7 @@ def _measure(workers: dict[str, Worker], count: int, group: int, repeats: int) -
 
 def main() -> None:
     args = options().parse_args()
-    finish(run(args), args.output)
+    finish(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def _slope(x: tuple[int, ...], y: list[float]) -> float:
 
 def main() -> None:
     args = options().parse_args()
-    finish(run(args), args.output)
+    finish(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

@@ -235,12 +235,12 @@ def main() -> None:
     if args.rank and not (args.ours_only or args.against or args.neighbour):
         raise SystemExit("--rank: TRL's side trains all weights; add --ours-only, --against or --neighbour")
     if args.neighbour or args.against:
-        finish(against_a_checkout(args) if args.against else beside_a_neighbour(args), args.output)
+        finish(lambda: against_a_checkout(args) if args.against else beside_a_neighbour(args), args.output)
         return
     if not args.ours_only and importlib.util.find_spec("trl") is None:
         print("TRL is not installed (pip install '.[bench]'): only groupwise is measured.")
         args.ours_only = True
-    finish(run(args), args.output)
+    finish(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

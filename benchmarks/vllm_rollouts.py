@@ -104,7 +104,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 def main() -> None:
     args = options().parse_args()
-    finish(run(args), args.output)
+    finish(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import floor, learning, learning_worker
+from benchmarks import common, floor, learning, learning_worker
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
 from benchmarks.learning import difference, reached
@@ -86,6 +86,19 @@ def test_growth_against_work() -> None:
 def test_a_worker_that_dies_says_why() -> None:
     with pytest.raises(WorkerDied, match=r"No module named benchmarks\.nothing"):
         Worker("benchmarks.nothing", {}, threads=1)
+
+
+def test_a_result_names_the_code_that_was_there_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"rev-parse": "abc1234", "status": ""}
+    monkeypatch.setattr(common, "git", lambda folder, command, *_: said[command])
+
+    def measure() -> common.Result:
+        said["rev-parse"] = "def5678"
+        return common.Result("name", None, None, None, "s", {}, {})
+
+    assert common.finish(measure, None).versions["commit"] == "abc1234"
+    said["status"] = " M src/groupwise/rollout.py"
+    assert common.finish(measure, None).versions["commit"] == "def5678-dirty"
 
 
 def test_workload() -> None:
