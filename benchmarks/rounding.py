@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common import Result, finish, parser, print_table
 from benchmarks.learning import rows_of
+from experiments.runs import settings_of
 from groupwise.config import load_config
 from groupwise.config.schema import ModelConfig
 from groupwise.models.decoder import Decoder
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> Result:
 
 @torch.no_grad()
 def _sampled(module: Any, policy: Any, args: argparse.Namespace) -> list[Group]:
-    config = load_config("quickstart", [f"training.seed={args.seed}"])
+    config = load_config("quickstart", [*settings_of("quickstart"), f"training.seed={args.seed}"])
     groups: list[Group] = []
     for row in rows_of(config)[: args.problems]:
         ids = policy.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
@@ -85,7 +86,7 @@ def _sampled(module: Any, policy: Any, args: argparse.Namespace) -> list[Group]:
         texts = [[{"role": "assistant", "content": text}] for text in decoded]
         answers = [row["answer"]] * len(texts)
         rewards = torch.tensor([
-            [float(score) for score in getattr(functions, str(one.function))(completions=texts, answer=answers)]
+            [float(score) for score in getattr(functions, str(one.function))(completions=texts, answer=answers, **one.arguments)]
             for one in config.rewards.functions
         ]).sum(0)  # fmt: skip
         if float(rewards.std()) > 0:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,9 +18,11 @@ from transformers import AutoModelForCausalLM
 from benchmarks import episodes, gpu, gpu_worker, learning, rounding, sampling, scaling, step, trl_gpu_worker
 from benchmarks.gpu_worker import ROLES, prepare
 from benchmarks.workers import Worker, WorkerDied
+from groupwise.config.schema import ModelConfig
 from groupwise.engines.builtin.decode import why_not_in_8_bits
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import computes_bf16
+from groupwise.models.load import load_policy
 from groupwise.models.module_scorer import ModuleScorer
 from tests.warm import python
 
@@ -80,6 +83,25 @@ def test_rounding_is_none_in_float32_and_some_in_bfloat16(tiny_folder: Path) -> 
     assert same["cosine"] == pytest.approx(1)
     assert 1e-3 < rounded["gradient_error"] < 0.3
     assert rounded["kl_per_token"] > same["kl_per_token"]
+
+
+def test_rounding_rewards_as_the_other_runs_do_and_with_arguments(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def reward(name: str) -> Any:
+        return lambda completions, answer, **more: asked.append((name, more)) or range(len(completions))
+
+    names = ("correctness", "format", "accuracy")
+    monkeypatch.setattr(rounding, "functions", SimpleNamespace(**{name: reward(name) for name in names}))
+    args = rounding.options().parse_args(["--problems", "1", "--completions", "2", "--max-tokens", "2"])
+    policy = load_policy(ModelConfig(name=str(tiny_folder)))
+    rounding._sampled(policy.model, policy, args)
+    assert asked == [("correctness", {}), ("format", {})]
+    monkeypatch.setattr(rounding, "settings_of", lambda recipe: ())
+    rounding._sampled(policy.model, policy, args)
+    assert asked[2:] == [("accuracy", {"in_format": True})]
 
 
 ADAPTER = [
