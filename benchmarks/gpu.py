@@ -109,7 +109,7 @@ def _measure(args: argparse.Namespace, shape: str, role: str, peak: float | None
     if role == "learning":
         tflops, whole = (median([a["flops"] / a[of] / 1e12 for a in answers]) for of in ("forward_backward_s", "seconds"))
         passes = median([a["forward_backward_s"] for a in answers])
-        found |= {"forward_backward_s": passes, "tflops": tflops, **ROOM[shape]}
+        found |= {"forward_backward_s": passes, "tflops": tflops, **{key: settings[key] for key in ROOM[shape]}}
         if peak:
             found |= {"utilisation": tflops / peak, "utilisation_with_optimiser": whole / peak}
     return found

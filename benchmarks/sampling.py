@@ -40,6 +40,8 @@ def options() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> Result:
     """Measure, print the table, and return the result (not yet finished)."""
+    if odd := [count for count in args.sequences if count > args.group and count % args.group]:
+        raise SystemExit(f"--sequences {odd[0]} is no whole number of groups of {args.group}: give a multiple or another --group")
     model = str(ensure_embedded_model()) if args.model == EMBEDDED_NAME else args.model
     workers = _start(args, model)
     try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import common, floor, learning, learning_worker
+from benchmarks import common, floor, gpu, learning, learning_worker, sampling
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
 from benchmarks.learning import difference, reached
@@ -99,6 +99,29 @@ def test_a_result_names_the_code_that_was_there_when_it_began(monkeypatch: pytes
     assert common.finish(measure, None).versions["commit"] == "abc1234"
     said["status"] = " M src/groupwise/rollout.py"
     assert common.finish(measure, None).versions["commit"] == "def5678-dirty"
+
+
+def test_sequences_that_are_no_whole_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_start", lambda *_: {})
+    monkeypatch.setattr(sampling, "_measure", lambda *_: {"ours": 1.0})
+    assert sampling.run(sampling.options().parse_args(["--model", "x", "--sequences", "3", "8", "32"])).ours == 1.0
+    with pytest.raises(SystemExit, match="--sequences 12 is no whole number of groups of 8"):
+        sampling.run(sampling.options().parse_args(["--model", "x", "--sequences", "8", "12"]))
+
+
+def test_the_record_has_the_micro_batch_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StandIn:
+        def __init__(self, module: str, settings: dict[str, Any], **_: Any) -> None:
+            pass
+
+        __enter__ = __exit__ = lambda self, *_: self
+
+        def ask(self) -> dict[str, Any]:
+            return {"seconds": 2.0, "tokens": 4, "peak_memory": 0, "flops": 1e12, "forward_backward_s": 1.0}
+
+    monkeypatch.setattr(gpu, "Worker", StandIn)
+    found = gpu._measure(gpu.options().parse_args(["--micro-batch-tokens", "99"]), "tiny", "learning", None)
+    assert (found["micro_batch_tokens"], found["precision"]) == (99, "masters")
 
 
 def test_workload() -> None:
