@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, Result, finish, median, parser, print_table
+from benchmarks.common import ROOT, Result, described, finish, median, parser, print_table
 from benchmarks.workers import KEEP_MEMORY
 from experiments.common import FIGURES, Experiment, markdown_table, publish
 from experiments.comparison import T_QUANTILES, newcombe_interval
@@ -101,16 +101,16 @@ def run(args: argparse.Namespace) -> Result:
         _arguments(side, _config(args, *more[side]), args.rows, args.save_steps)
     config = _config(args)
     if config.warm_start.steps:
-        starts = warm_starts(args.seeds, Budget(problems=args.problems), work, args.settings)
+        starts = warm_starts(args.seeds, Budget(problems=args.problems), work, args.settings, args.recipe)
     else:
         starts = dict.fromkeys(args.seeds, Path(config.model.name))
     found: dict[str, dict[int, dict[str, Any]]] = {side: {} for side in args.sides}
-    for turn, seed in enumerate(args.seeds):
+    for seed in args.seeds:
         # Without a warm start of its own the folder may hold what was judged of other models, or by other settings.
-        asked = hashlib.sha256(json.dumps([str(starts[seed]), args.problems, args.settings]).encode()).hexdigest()[:8]
+        asked = hashlib.sha256(json.dumps([str(starts[seed]), *_asked(args)]).encode()).hexdigest()[:8]
         kept = starts[seed] / "judged.json" if config.warm_start.steps else work / f"judged-{asked}.json"
         start = _judged(starts[seed], kept, args)
-        for side in args.sides if turn % 2 == 0 else args.sides[::-1]:
+        for side in args.sides if seed % 2 == 0 else args.sides[::-1]:
             one = _trained(side, seed, starts[seed], work / f"{side}-{seed}", args, *more[side])
             rows = [{"step": 0, "seconds": 0.0, "sampled_tokens": 0.0, **start}]
             for row in one["rows"]:
@@ -119,6 +119,11 @@ def run(args: argparse.Namespace) -> Result:
                 shutil.rmtree(policy, ignore_errors=True)  # judged: its numbers are kept
             found[side][seed] = {**one, "rows": rows}
     return _result(args, found)
+
+
+def _asked(args: argparse.Namespace, *more: str) -> list[Any]:
+    """What warm starts and judged accuracies depend on, beside the seed."""
+    return [args.recipe, args.problems, args.settings, [*more]]
 
 
 def _config(args: argparse.Namespace, *more: str) -> Config:
@@ -133,6 +138,7 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
     settings = {
         "library": SIDES[side],
         "model": str(start),
+        "asked": _asked(args, *more),
         "folder": str(folder),
         "threads": args.threads,
         "every": args.every,
@@ -160,18 +166,24 @@ def _trained(side: str, seed: int, start: Path, folder: Path, args: argparse.Nam
         **os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }  # fmt: skip
+    begun = described()
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         words = [sys.executable, "-m", "benchmarks.learning_worker", str(place)]
         code = subprocess.run(words, cwd=ROOT, env=surroundings, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     if code != 0:
         raise SystemExit(f"{side} with seed {seed} ended with code {code}: see {folder / 'log.txt'}")
-    return json.loads(finished.read_text(encoding="utf-8"))
+    # Of the date the day: runs of one day stand on one line of the page.
+    found = {**json.loads(finished.read_text(encoding="utf-8")), **begun, "date": begun["date"][:10]}
+    finished.write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def _arguments(side: str, config: Config, rows: int, save_steps: int) -> dict[str, Any]:
     """The run's settings in TRL's names. ``rows``: completions of a micro-batch; the batch of an update is the config's."""
     rollout, optimizer, loss = config.rollout, config.optimizer, config.algorithm.loss
     batch = rollout.prompts_per_step * rollout.completions_per_prompt
+    if rollout.tools or rollout.environment:
+        raise SystemExit("rollout.tools and rollout.environment are not given to TRL here: choose a recipe without them")
     assert isinstance(loss, ClipLoss)
     if optimizer.schedule != "constant" or optimizer.warmup_steps:
         raise SystemExit("the rate must be the same at every step: give optimizer.schedule=constant optimizer.warmup_steps=0")
@@ -330,8 +342,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for side in SIDES:
             runs[side] |= part["details"]["runs"][side]
         seeds += part["settings"]["seeds"]
-        one = {"seeds": part["settings"]["seeds"], **{key: part.get(key) for key in ("versions", "machine", "date")}}
-        measured += part.get("measured", [one])
+        measured += part["measured"] if "measured" in part else _measured(part)
     return {
         "name": "learning",
         "settings": settings[0] | {"seeds": seeds},
@@ -339,6 +350,20 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "measured": measured,
         **({"against": parts[0]["against"]} if len(parts) == 1 and "against" in parts[0] else {}),
     }
+
+
+def _measured(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Versions, machine and date of the runs with their seeds, and with the ``side`` where the two differ. Runs of older files
+    have those of the call."""
+    found: dict[str, dict[str, Any]] = {}
+    for seed in part["settings"]["seeds"]:
+        runs = {side: part["details"]["runs"][side][str(seed)] for side in SIDES}
+        keys = ("versions", "machine", "date")
+        places = {side: {key: run.get(key, part.get(key)) for key in keys} for side, run in runs.items()}
+        same = places["groupwise"] == places["trl"]
+        for one in [places["trl"]] if same else [{"side": side, **place} for side, place in places.items()]:
+            found.setdefault(json.dumps(one), {"seeds": [], **one})["seeds"].append(seed)
+    return list(found.values())
 
 
 def against(numbers: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -441,8 +466,8 @@ def report(numbers: Mapping[str, Any]) -> str:
     known = {what: [100 * x for x in details[key]] for what, key in gaps.items() if key in details}
     shown = [[what, "{:+.1f} ({:+.1f} to {:+.1f})".format(*gap)] for what, gap in known.items()]
     places = [
-        f"{_named(one['seeds']).capitalize()}: {one['date'][:10]}, revision {one['versions']['commit']}, {one['machine']['cpu']}, "
-        f"{one['machine']['cores']} cores{_card(one['machine'])}, torch {one['versions']['torch']}, "
+        f"{_named(one['seeds'], one.get('side')).capitalize()}: {one['date'][:10]}, revision {one['versions']['commit']}, "
+        f"{one['machine']['cpu']}, {one['machine']['cores']} cores{_card(one['machine'])}, torch {one['versions']['torch']}, "
         f"transformers {one['versions']['transformers']}, TRL {one['versions']['trl']}."
         for one in numbers["measured"]
     ]
@@ -499,8 +524,8 @@ def _shares(values: Iterable[float | None]) -> str:
     return ", ".join("-" if value is None else f"{value:.1%}" for value in values)
 
 
-def _named(seeds: Sequence[int]) -> str:
-    return ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
+def _named(seeds: Sequence[int], side: str | None = None) -> str:
+    return ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, [*seeds, *([side] if side else [])]))
 
 
 def name_of(settings: Mapping[str, Any]) -> str:

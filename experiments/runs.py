@@ -166,9 +166,11 @@ def _suffix(start: Sequence[str]) -> str:
     return "".join("-" + re.sub(r"[^\w.]+", "-", word).strip("-") for word in start)
 
 
-def warm_starts(seeds: Sequence[int], budget: Budget, work: Path, settings: Sequence[str] = ()) -> dict[int, Path]:
+def warm_starts(
+    seeds: Sequence[int], budget: Budget, work: Path, settings: Sequence[str] = (), recipe: str = "quickstart"
+) -> dict[int, Path]:
     """The folders of the seeds' starting points, made where they are not there yet."""
-    jobs = {seed: warm_start_job(seed, budget, work, settings) for seed in seeds}
+    jobs = {seed: warm_start_job(seed, budget, work, settings, recipe=recipe) for seed in seeds}
     if failed := carry_out_all([*jobs.values()], jobs=1):
         raise SystemExit(f"{', '.join(failed)} failed: see the logs in {work}")
     return {seed: Path(str(job.keep_model)) for seed, job in jobs.items()}

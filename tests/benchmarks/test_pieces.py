@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,9 @@ from benchmarks.scaling import _growth
 from benchmarks.vllm_rollouts import measure as rollouts
 from benchmarks.workers import Worker, WorkerDied
 from benchmarks.workload import even_tokens, problems, step_config
+from experiments import runs
 from experiments.common import read_block, read_numbers
+from groupwise.config import load_config
 from groupwise.config.schema import LoraConfig
 from groupwise.models.adapters import attach, peft_config_of
 from groupwise.models.decoder import Decoder, MergedDecoder
@@ -240,9 +242,16 @@ def test_both_libraries_get_rewards_with_their_arguments_under_their_names() -> 
         assert reward.__name__ == "accuracy"
 
 
-def test_settings_of_one_side_alone_reach_its_training_and_judging_and_stand_on_the_page(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+PLACE = {
+    "versions": {"commit": "abc1234", "torch": "2", "transformers": "5", "trl": "1"},
+    "machine": {"cpu": "a processor", "cores": 2},
+    "date": "2026-11-23T01:02:03",
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, Any, bool]]:
+    """What ``learning`` judges and trains, in stand-ins, from one warm start in ``tmp_path``, by what ``PLACE`` says."""
     asked: list[tuple[str, Any, bool]] = []
 
     def strict(policy: Path, config: Any) -> dict[str, float]:
@@ -261,6 +270,68 @@ def test_settings_of_one_side_alone_reach_its_training_and_judging_and_stand_on_
     monkeypatch.setattr(learning, "_strict", strict)
     monkeypatch.setattr(learning, "_in_float32", lambda policy: False)
     monkeypatch.setattr(learning.subprocess, "run", ran)
+    monkeypatch.setattr(learning, "described", lambda: PLACE)
+    return asked
+
+
+def learn(tmp_path: Path, *given: str, settings: Sequence[str] = ()) -> common.Result:
+    words = ["optimizer.schedule=constant", *settings, "--steps", "2", "--work", str(tmp_path / "work"), "--threads", "1", *given]
+    return learning.run(learning.options().parse_args(words))
+
+
+def test_finished_runs_are_made_again_only_where_start_or_judging_is_another(asked: Any, tmp_path: Path) -> None:
+    once = ["groupwise.trl", "groupwise-0", "trl", "trl-0"]
+    for given, settings, expected in (
+        (["10"], [], [tmp_path.parent.name, *once]),
+        (["10", "--levels", "0.5"], [], []),
+        (["20"], [], once),
+        (["20", "--trl", "evaluation.temperature=0.5"], [], once[2:]),
+        (["20"], ["warm_start.steps=7"], once),
+    ):
+        asked.clear()
+        learn(tmp_path, "--seeds", "0", "--problems", *given, settings=settings)
+        assert [name for name, *_ in asked] == expected, (given, settings)
+
+
+def test_even_seeds_begin_with_groupwise_and_odd_ones_with_trl_whatever_else_is_run(asked: Any, tmp_path: Path) -> None:
+    learn(tmp_path, "--seeds", "1")
+    assert [name for name, *_ in asked][1:] == ["trl", "trl-1", "groupwise.trl", "groupwise-1"]
+
+
+def test_each_run_stands_on_the_page_with_what_it_was_made_with(
+    asked: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    learn(tmp_path, "--seeds", "0", "--sides", "groupwise")
+    later = {**PLACE, "versions": PLACE["versions"] | {"commit": "def5678"}, "date": "2026-11-25T00:00:00"}
+    monkeypatch.setattr(learning, "described", lambda: later)
+    result = json.loads(json.dumps(asdict(learn(tmp_path, "--seeds", "0", "1", "2"))))
+    measured = learning.joined([result])["measured"]
+    assert [(one["seeds"], one.get("side"), one["versions"]["commit"], one["date"]) for one in measured] == [
+        ([0], "groupwise", "abc1234", "2026-11-23"),
+        ([0], "trl", "def5678", "2026-11-25"),
+        ([1, 2], None, "def5678", "2026-11-25"),
+    ]
+    text = learning.report(learning.joined([result]))
+    assert "Seed 0, groupwise: 2026-11-23, revision abc1234, a processor, 2 cores" in text
+    assert "Seeds 1, 2: 2026-11-25, revision def5678" in text
+
+
+def test_a_warm_start_is_that_of_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[runs.Job] = []
+    monkeypatch.setattr(runs, "carry_out_all", lambda waiting, jobs: seen.extend(waiting) or ["no"])
+    task = ["data.source=arithmetic", "data.eval_split=null", "optimizer.warmup_steps=0", "warm_start.steps=2"]
+    with pytest.raises(SystemExit, match="no failed"):
+        learn(tmp_path, "--seeds", "0", "--recipe", "gsm8k-1.5b-cpu", settings=task)
+    assert [job.recipe for job in seen] == ["gsm8k-1.5b-cpu"]
+
+
+@pytest.mark.parametrize("recipe", ["quickstart-tools", "quickstart-game"])
+def test_episodes_are_refused_since_trl_is_not_given_them(recipe: str) -> None:
+    with pytest.raises(SystemExit, match="choose a recipe without"):
+        learning._arguments("trl", load_config(recipe), 8, 0)
+
+
+def test_settings_of_one_side_alone_reach_its_training_and_judging_and_stand_on_the_page(asked: Any, tmp_path: Path) -> None:
     given = ["--seeds", "0", "--steps", "2", "--problems", "10", "--work", str(tmp_path / "work"), "--trl", "model.dtype=float32"]
     given += ["--ours", "rollout.quantization=8bit"]
     args = learning.options().parse_args([*given, "--threads", "1", "model.dtype=bfloat16", "optimizer.schedule=constant"])
