@@ -12,7 +12,7 @@ from groupwise.data.answers import AnswerStyle, grade
 from groupwise.distributed import World
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.engines.builtin.draw import seed_key
-from groupwise.engines.wrappers import check_same, sampling_costs
+from groupwise.engines.wrappers import check_same, for_all, sampling_costs
 from groupwise.metrics import Max, Mean, Metric, Sum, merge
 from groupwise.rewards.functions import is_well_formed
 from groupwise.rewards.suite import RewardFailure, RewardSuite, Scoring
@@ -140,7 +140,7 @@ def collect(
         settings,
         seed=seed,
         scope=rollout_scope(step, refill),
-        on_progress=on_progress,
+        on_progress=for_all(on_progress, len(prompts), len(own)),
     )
     own_share = Sampled(list(zip(own, sampled, strict=True)), time.perf_counter() - started)
     return score(prompts, own_share, rewards, world, seed=seed, step=step, refill=refill)

@@ -9,8 +9,9 @@ import pytest
 
 from groupwise.chat import Speaker, answer_lines, answer_lines_together
 from groupwise.config.schema import PromptConfig
-from groupwise.engines.base import SamplingSettings
-from groupwise.types import Completion
+from groupwise.engines.base import Engine, SamplingSettings
+from groupwise.engines.wrappers import DealtEngine
+from groupwise.types import Completion, Problem, Prompt
 from tests.warm import python
 
 LINES = ["one\n", "a longer question\n", "two?\n", "the last of them\n"]
@@ -45,6 +46,30 @@ def test_lines_are_answered_once_each_and_written_in_their_order(in_threads, tin
     written = in_threads(3, work)
     assert [text for text, _ in written] == [wanted.getvalue(), "", ""]
     assert sum(asked for _, asked in written) == len(LINES)
+
+
+def test_progress_is_that_of_all_processes(in_threads):
+    """Process 0 has the long prompt, and process 1 the three short ones."""
+
+    class Sampling(Engine):
+        def serve(self, request, on_progress=None):
+            on_progress(1, 6)
+            said = [Completion("", (1,) * len(p.token_ids), (0.0,) * len(p.token_ids), "stop") for p in request.prompts]
+            return [(one, one) for one in said]
+
+        def refresh(self, policy_version):
+            pass
+
+    prompts = [Prompt(Problem(str(i), "?", "1"), "?", (1,) * tokens) for i, tokens in enumerate((100, 2, 2, 2))]
+
+    def work(world):
+        told = []
+        DealtEngine(Sampling(), world).sample(
+            prompts, 2, SamplingSettings(8), seed=0, scope="x", on_progress=lambda *now: told.append(now)
+        )
+        return told
+
+    assert in_threads(2, work) == [[(4, 24), (8, 212)], [(1, 8), (8, 212)]]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from groupwise.memory import ran_out_on_device, reclaim_memory
 from groupwise.metrics import Metric, Sum
 from groupwise.types import Completion, Prompt
 
-__all__ = ["DealtEngine", "QueuedRequest", "RowLimit", "SamplingThread", "check_same", "sampling_costs"]
+__all__ = ["DealtEngine", "QueuedRequest", "RowLimit", "SamplingThread", "check_same", "for_all", "sampling_costs"]
 
 _LOOK_EVERY_S = 0.1
 _LAST_TOKEN_S = 20.0
@@ -140,6 +140,14 @@ def sampling_costs(prompts: Sequence[Prompt], samples_per_prompt: int, settings:
     return [len(prompt.token_ids) + samples_per_prompt * settings.max_tokens / 2 for prompt in prompts]
 
 
+def for_all(on_progress: Progress | None, prompts: int, own: int) -> Progress | None:
+    """``on_progress`` of a process that samples ``own`` of all ``prompts``: told what all have done, if the others are as far."""
+    if on_progress is None:
+        return None
+    times = prompts / max(1, own)
+    return lambda finished, tokens: on_progress(round(finished * times), round(tokens * times))
+
+
 class DealtEngine(Engine):
     """Divides the prompts among the processes, each with its ``engine``; all know all completions.
 
@@ -151,16 +159,20 @@ class DealtEngine(Engine):
         self.engine, self.world, self.in_order = engine, world, in_order
 
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
-        """See ``Engine.serve``; progress is this process's own."""
+        """See ``Engine.serve``; while this process samples, progress is an estimate from its own."""
         check_same(request.prompts, self.world)
         if self.in_order:
             first, last = (len(request.prompts) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1))
             own = list(range(first, last))
         else:
             own = self.world.assigned(sampling_costs(request.prompts, request.samples_per_prompt, request.settings))
-        sampled = self.engine.serve(replace(request, prompts=[request.prompts[i] for i in own]), on_progress)
+        estimated = for_all(on_progress, len(request.prompts), len(own))
+        sampled = self.engine.serve(replace(request, prompts=[request.prompts[i] for i in own]), estimated)
         everywhere = self.world.all_gather_object(list(zip(own, sampled, strict=True)))
-        return [completions for _, completions in sorted((pair for part in everywhere for pair in part), key=lambda p: p[0])]
+        groups = [completions for _, completions in sorted((pair for part in everywhere for pair in part), key=lambda p: p[0])]
+        if on_progress is not None and self.world.size > 1:
+            on_progress(sum(map(len, groups)), sum(c.sampled_tokens for group in groups for c in group))
+        return groups
 
     def refresh(self, policy_version: int) -> None:
         self.engine.refresh(policy_version)

@@ -20,7 +20,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed import World
 from groupwise.engines import Engine, make_engine
 from groupwise.engines.base import Progress, SampleRequest
-from groupwise.engines.wrappers import QueuedRequest, SamplingThread
+from groupwise.engines.wrappers import QueuedRequest, SamplingThread, for_all
 from groupwise.episodes import EpisodeEngine, playing
 from groupwise.errors import CheckpointError
 from groupwise.metrics import Mean, Metric, Sum
@@ -145,7 +145,7 @@ class Ahead:
         started = time.perf_counter()
         batch = self._batches[step]
         if batch.order is not None:
-            self._thread.wait(batch.order, on_progress)
+            self._thread.wait(batch.order, for_all(on_progress, len(batch.prompts), len(batch.own)))
         self._waited_s = time.perf_counter() - started
         self._begin(step + 1, step)
         return batch.prompts, batch.sampled()
