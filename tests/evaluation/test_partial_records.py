@@ -35,9 +35,9 @@ class Adder:
         ]
 
 
-def judge(engine, partial, samples=2, seed=3, progress=None):
+def judge(engine, partial, samples=2, seed=3, progress=None, mode="sampled"):
     return evaluate(
-        engine, PROMPTS, stage="eval", mode="sampled", settings=SETTINGS, style="xml", seed=seed, samples=samples, further=True,
+        engine, PROMPTS, stage="eval", mode=mode, settings=SETTINGS, style="xml", seed=seed, samples=samples, further=True,
         asked={"data": "sums", "available": 7, "shots": 0}, partial=partial, on_progress=progress,
     )  # fmt: skip
 
@@ -45,7 +45,7 @@ def judge(engine, partial, samples=2, seed=3, progress=None):
 def stopped(path):
     """Four of the seven problems are judged, in one part."""
     with pytest.raises(KeyboardInterrupt):
-        judge(Adder(breaks=1), PartialRecords(path, [], part=4).of("m"))
+        judge(Adder(breaks=1), PartialRecords(path, [], rows=8).of("m"))
 
 
 def test_the_parts_come_to_the_whole(tmp_path):
@@ -54,7 +54,7 @@ def test_the_parts_come_to_the_whole(tmp_path):
     engine, told = Adder(), []
     rest = judge(
         engine,
-        PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=2).of("m"),
+        PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), rows=4).of("m"),
         progress=lambda *n: told.append(n),
     )
     assert engine.asked == [["4", "5"], ["6"]]
@@ -64,7 +64,7 @@ def test_the_parts_come_to_the_whole(tmp_path):
     lines = PartialRecords.read(tmp_path / "p")
     assert [(line["problem"], line["sample"]) for line in lines] == [(str(i), s) for i in range(7) for s in (0, 1)]
     nothing_left = Adder()
-    again = judge(nothing_left, PartialRecords(tmp_path / "p", lines, part=2).of("m"))
+    again = judge(nothing_left, PartialRecords(tmp_path / "p", lines, rows=4).of("m"))
     assert (nothing_left.asked, again.records) == ([], whole.records)
 
 
@@ -79,7 +79,7 @@ def test_a_problem_with_half_its_samples_is_judged_again(tmp_path, cut):
         assert [line["problem"] for line in found] == [str(i // 2) for i in range(len(found))]
         assert len(found) % 2 == 0
         engine = Adder(breaks)
-        partial = PartialRecords(tmp_path / "p", found, part=1).of("m")
+        partial = PartialRecords(tmp_path / "p", found, rows=2).of("m")
         if breaks == 1:
             with pytest.raises(KeyboardInterrupt):
                 judge(engine, partial)
@@ -96,7 +96,7 @@ def no_room(*args):
 def test_a_disk_that_fills_is_one_sentence_and_what_was_judged_before_is_kept(tmp_path, monkeypatch):
     stopped(tmp_path / "p")
     before = (tmp_path / "p").read_bytes()
-    partial = PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=1).of("m")
+    partial = PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), rows=2).of("m")
     with monkeypatch.context() as patch:
         patch.setattr("groupwise.evaluation.records.os.fsync", no_room)
         told = (
@@ -105,9 +105,9 @@ def test_a_disk_that_fills_is_one_sentence_and_what_was_judged_before_is_kept(tm
         with pytest.raises(TrainingError, match=told):
             judge(Adder(), partial)
         with pytest.raises(TrainingError, match=told):
-            PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=1)
+            PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), rows=2)
     assert (tmp_path / "p").read_bytes().startswith(before)
-    whole = judge(Adder(), PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=1).of("m"))
+    whole = judge(Adder(), PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), rows=2).of("m"))
     assert whole.records == judge(Adder(), None).records
 
 
@@ -126,16 +126,24 @@ def test_records_that_the_disk_does_not_take_leave_those_that_were_there(tmp_pat
 
 
 def test_parts_grow_to_four_times_the_first(tmp_path):
-    partial, prompts = PartialRecords(tmp_path / "p", [], part=2), PROMPTS * 3
-    parts = list(partial.parts(prompts))
+    partial, prompts = PartialRecords(tmp_path / "p", [], rows=4), PROMPTS * 3
+    parts = list(partial.parts(prompts, 2))
     assert [len(part) for part in parts] == [2, 4, 8, 7]
     assert [prompt for part in parts for prompt in part] == prompts
-    assert list(partial.parts([])) == []
+    assert list(partial.parts([], 2)) == []
+
+
+def test_a_part_is_what_the_processes_sample_at_once_in_each_mode(tmp_path):
+    partial = PartialRecords(tmp_path / "p", [], rows=16, processes=2)
+    assert [len(next(partial.parts(PROMPTS * 10, samples))) for samples in (1, 4, 64)] == [32, 8, 2]
+    for mode, first in (("sampled", 2), ("greedy", 4)):
+        judge(engine := Adder(), PartialRecords(tmp_path / mode, [], rows=4).of("m"), mode=mode)
+        assert len(engine.asked[0]) == first
 
 
 def test_what_the_command_would_lose_is_refused(tmp_path):
     stopped(tmp_path / "p.jsonl.partial")
-    partial = PartialRecords(tmp_path / "p.jsonl.partial", PartialRecords.read(tmp_path / "p.jsonl.partial"), part=2)
+    partial = PartialRecords(tmp_path / "p.jsonl.partial", PartialRecords.read(tmp_path / "p.jsonl.partial"), rows=4)
     partial.check_named({("m", "sampled"), ("n", "sampled")})
     for asked in ({("n", "sampled")}, {("m", "greedy")}):
         with pytest.raises(DataError, match=r"p.jsonl' has sampled completions of m, which this command does not judge"):
@@ -148,14 +156,14 @@ def test_what_was_hidden_in_a_record_is_no_other_problem(tmp_path, monkeypatch):
     stopped(tmp_path / "p")
     assert "mail <hidden>" in (tmp_path / "p").read_text()
     engine = Adder()
-    judge(engine, PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=7).of("m"))
+    judge(engine, PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), rows=14).of("m"))
     assert engine.asked == [["4", "5", "6"]]
 
 
 def test_models_have_records_of_their_own(tmp_path):
     stopped(tmp_path / "p")
     engine = Adder()
-    judge(engine, PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), part=7).of("another"))
+    judge(engine, PartialRecords(tmp_path / "p", PartialRecords.read(tmp_path / "p"), rows=14).of("another"))
     assert engine.asked == [[str(i) for i in range(7)]]
 
 
@@ -163,21 +171,21 @@ def test_what_another_evaluation_left_is_refused(tmp_path):
     stopped(tmp_path / "p")
     found = PartialRecords.read(tmp_path / "p")
     with pytest.raises(DataError, match="with other seed than now"):
-        judge(Adder(), PartialRecords(tmp_path / "p", found, part=2).of("m"), seed=4)
+        judge(Adder(), PartialRecords(tmp_path / "p", found, rows=4).of("m"), seed=4)
     with pytest.raises(DataError, match="with other samples than now"):
-        judge(Adder(), PartialRecords(tmp_path / "p", found, part=2).of("m"), samples=1)
+        judge(Adder(), PartialRecords(tmp_path / "p", found, rows=4).of("m"), samples=1)
     others = [{**line, "prompt": "<user>Please: " + line["prompt"]} for line in found]
     with pytest.raises(DataError, match="with other problems than now"):
-        judge(Adder(), PartialRecords(tmp_path / "p", others, part=2).of("m"))
+        judge(Adder(), PartialRecords(tmp_path / "p", others, rows=4).of("m"))
     with pytest.raises(DataError, match="with other problems than now"):
-        judge(Adder(), PartialRecords(tmp_path / "p", [*found, *found, *found], part=2).of("m"))
+        judge(Adder(), PartialRecords(tmp_path / "p", [*found, *found, *found], rows=4).of("m"))
 
 
 def test_a_process_that_does_not_write_knows_what_was_judged(tmp_path):
     stopped(tmp_path / "p")
     found = PartialRecords.read(tmp_path / "p")
     before = (tmp_path / "p").read_bytes()
-    second = judge(Adder(), PartialRecords(tmp_path / "p", found, part=2, writes=False).of("m"))
+    second = judge(Adder(), PartialRecords(tmp_path / "p", found, rows=4, writes=False).of("m"))
     assert (second.n, (tmp_path / "p").read_bytes()) == (7, before)
 
 

@@ -231,7 +231,7 @@ def evaluate(
     found = len(records)
     if found and on_progress is not None:
         on_progress(found, 0)
-    for part in partial.parts(prompts[found // samples :]) if partial else [prompts]:
+    for part in partial.parts(prompts[found // samples :], samples) if partial else [prompts]:
         judged, before = [], (len(records), sum(record["tokens"] for record in records[found:]))
 
         def progress(finished: int, tokens: int, before: tuple[int, int] = before) -> None:

@@ -210,8 +210,7 @@ def partial_records(
             f"{str(path)!r} holds {len(found):,} completions that an evaluation judged before it was stopped: resume it with --resume, or "
             "delete the file to start from the first problem"
         )
-    part = max(1, config.rollout.max_concurrent_sequences // config.evaluation.samples) * world.size
-    partial = PartialRecords(path, found, part, writes=world.is_first)
+    partial = PartialRecords(path, found, config.rollout.max_concurrent_sequences, world.size, writes=world.is_first)
     asked = {*others, *((model, mode) for model in models for mode in config.evaluation.modes)}
     partial.check_named(asked)
     world.on_rank0(lambda: check_replaced(out, asked))

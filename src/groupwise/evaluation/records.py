@@ -167,12 +167,15 @@ class PartialRecords:
     Args:
         path: the file.
         found: the lines to go on with, as ``read`` gives them. The file begins with them alone.
-        part: problems of the first part.
+        rows: completions that a process samples at once.
+        processes: how many there are.
         writes: whether this process is the one that writes.
     """
 
-    def __init__(self, path: Path, found: Sequence[Mapping[str, Any]], part: int, writes: bool = True) -> None:
-        self.path, self.found, self.part, self.writes = path, found, part, writes
+    def __init__(
+        self, path: Path, found: Sequence[Mapping[str, Any]], rows: int, processes: int = 1, writes: bool = True
+    ) -> None:
+        self.path, self.found, self.rows, self.processes, self.writes = path, found, rows, processes, writes
         self.model = ""
         if writes and path.exists():
             self._begin()  # without a line that a stop has cut
@@ -205,13 +208,14 @@ class PartialRecords:
         one.model = model
         return one
 
-    def parts(self, prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-        """``prompts`` in parts of one, two and then four times ``part``: a part ends with few completions under way, so larger ones are
-        faster, while a stop loses no more than four."""
-        first, size = 0, self.part
+    def parts(self, prompts: Sequence[Prompt], samples: int) -> Iterator[Sequence[Prompt]]:
+        """``prompts`` in parts of one, two and then four times what is sampled at once: a part ends with few completions under way,
+        so larger ones are faster, while a stop loses no more than four."""
+        at_once = max(1, self.rows // samples) * self.processes
+        first, size = 0, at_once
         while first < len(prompts):
             yield prompts[first : first + size]
-            first, size = first + size, min(2 * size, 4 * self.part)
+            first, size = first + size, min(2 * size, 4 * at_once)
 
     def check_named(self, asked: Collection[tuple[str, str]]) -> None:
         """Raise DataError where the file has a model or mode that is not among ``asked`` (model, mode): its records would be lost."""
