@@ -2,6 +2,7 @@
 
 import json
 from math import comb
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from groupwise.evaluation import (
 )
 from groupwise.metrics import wilson_interval
 from groupwise.tracking import JsonlTracker, RunFolder, Trackers
+from groupwise.tracking.results import RunResult
 from groupwise.types import Completion, Problem, Prompt
 
 
@@ -244,6 +246,8 @@ def test_the_summary_has_each_stage_once_in_the_headline_mode():
     assert {"stage", "n", "strict_accuracy", "lenient_accuracy", "format_rate", "stop_rate"} <= summary["evaluations"][0].keys()
     assert [row["stage"] for row in summary["greedy_evaluations"]] == ["base", "warm_start", "final"]
     assert [row["stage"] for row in summary["training_evaluations"]] == ["step-10"]
+    frame = RunResult(Path("runs/a"), summary).evaluations
+    assert [*zip(frame["stage"], frame["mode"], strict=True)] == [(one.stage, one.mode) for one in evaluations]
     counted = {"n": 5, "samples": 1, "fixed": 3, "broken": 0, "both_right": 2, "both_wrong": 0, "p_value": 0.25}
     assert {"before": "warm_start", "after": "final", **counted}.items() <= summary["comparison"].items()
     assert (summary["seconds"], summary["steps"], summary["format"], summary["folder"]) == (61.235, 3, "xml", "runs/a")

@@ -26,7 +26,7 @@ from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.types import CallFailure, FinishReason, ToolCall, Turn
 
-__all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style", "read_run"]
+__all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style", "read_run", "stage_position"]
 
 STAGE_ORDER = {"base": 0, "warm_start": 1, "final": 3}
 """Evaluations in mid-run, ``step-N``, stand between the warm start and the end."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.errors import ConfigError
 from groupwise.tracking.metric_table import describe_metric
 from groupwise.tracking.numbers import interval, number, percent
-from groupwise.tracking.reading import RunRecord, read_run
+from groupwise.tracking.reading import EvaluationRecords, RunRecord, read_run, stage_position
 from groupwise.tracking.tables import mode_label, stage_label
 
 if TYPE_CHECKING:
@@ -86,12 +86,14 @@ class RunResult:
 
     @property
     def evaluations(self) -> DataFrame:
-        """A row for each stage and mode: shares of right answers (``strict``, ``lenient``) with the ends of their 95% intervals. Of
-        episodes further ``success`` and what went on in them (``evaluation.figures.of_episodes``). None of a run
-        that has not ended: `write_report` shows what it has."""
+        """A row for each stage (``base``, ``warm_start``, ``step-N``, ``final``) and mode: shares of right answers (``strict``,
+        ``lenient``) with the ends of their 95% intervals. Of episodes further ``success`` and what went on in them
+        (``evaluation.figures.of_episodes``). None of a run that has not ended: `write_report` shows what it has."""
         from pandas import DataFrame
 
-        return DataFrame([_flat(row) for row in self._evaluation_rows()])
+        rows = [*self._evaluation_rows(), *self.summary.get("training_evaluations", ())]
+        rows.sort(key=lambda row: stage_position(EvaluationRecords(row["stage"], row["mode"], ()))[:2])
+        return DataFrame([_flat(row) for row in rows])
 
     def plot(self, *metrics: str) -> Chart:
         """The course of ``metrics`` over the steps, one chart each; by default of reward, accuracy, length and groups without variance.
