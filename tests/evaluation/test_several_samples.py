@@ -228,6 +228,8 @@ def test_a_score_says_how_it_was_taken():
     )
     greedy = condition_line(judged(mode="greedy").to_summary())
     assert greedy.startswith("greedy (temperature 0), 1 sample of each of 3 problems from sums;")
+    unrecorded = condition_line({**judged().to_summary(), "temperature": None})
+    assert unrecorded.startswith("an unrecorded temperature, 4 samples of each of 3 problems from sums;")
     rows = [("m", judged().to_summary()), ("n", judged().to_summary()), ("n", judged(mode="greedy").to_summary())]
     both, one = condition_lines(rows)
     assert both == f"Asked: {line}."

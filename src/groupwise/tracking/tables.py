@@ -123,8 +123,8 @@ def condition_line(row: Mapping[str, Any]) -> str:
     if asked.get("available") and asked["available"] > row["n"]:
         size = f"{row['n']:,} of the {asked['available']:,} problems"
     shots = asked.get("shots") or 0
-    known = row["temperature"] is not None
-    how = f"temperature {row['temperature']:g}" if known and row["mode"] != "greedy" else "greedy (temperature 0)"
+    sampled = "an unrecorded temperature" if row["temperature"] is None else f"temperature {row['temperature']:g}"
+    how = "greedy (temperature 0)" if row["mode"] == "greedy" else sampled
     place = PLACES.get(str(asked.get("style")), "an unrecorded place")
     return (
         f"{how}, {row['samples']} sample{'s' * (row['samples'] > 1)} of each of {size} from {asked.get('data', 'unrecorded data')}; "
