@@ -300,6 +300,29 @@ def test_order_and_reward_bounds(page):
     browser.until("[...document.querySelectorAll('.row .verdict')].every((v) => v.textContent === 'wrong')")
 
 
+def test_words_are_looked_for_once_in_each_portion_of_texts_whatever_the_order(page):
+    browser = page(
+        Story(
+            write=lambda step, p, group, sample, answer: Written(f"{sample} " + "a long text " * 400 + "needle" * (sample == 5)),
+            reward=lambda step, p, text, right: {"first": float(text[0])},
+        )
+    )
+    ready(browser)
+    set_control(browser, "Order", "+reward")
+    browser.until("document.querySelector('.row .facts').textContent.includes('#0')")
+    browser.run(
+        "(() => { const own = DecompressionStream; window.unpacked = 0; "
+        "window.DecompressionStream = class extends own { constructor(way) { super(way); window.unpacked += 1; } }; })()"
+    )
+    portions = browser.run("document.querySelectorAll('script[id^=c-0-]').length")
+    assert portions > 24, "the test needs more than the page keeps"
+    set_control(browser, "Words", "needle")
+    count(browser, 60 * GROUPS)
+    assert browser.run("window.unpacked") < 2 * portions
+    set_control(browser, "Order", "-step")
+    browser.until("document.querySelector('.row .facts').textContent.startsWith('step 60 ')")
+
+
 def test_a_group_explains_its_advantages(page):
     browser = page(Story())
     ready(browser)

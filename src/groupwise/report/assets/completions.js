@@ -55,16 +55,16 @@ function matching(table, filter) {
   return found;
 }
 
-// Rows among `rows` whose text contains the words: the texts of all portions in question are searched once.
+// Rows among `rows` whose text contains the words. Texts are searched in the order in which they lie: each portion is unpacked once.
 async function searched(table, rows, words, alive) {
   if (!words) return rows;
-  const wanted = words.toLowerCase(), found = [];
-  for (const i of rows) {
+  const wanted = words.toLowerCase(), found = new Set();
+  for (const i of [...rows].sort((a, b) => a - b)) {
     if (!alive()) return [];
     const group = await groupAt(table, table.group[i]);
-    if (group.rows[i - table.firstRow[table.group[i]]].t.toLowerCase().includes(wanted)) found.push(i);
+    if (group.rows[i - table.firstRow[table.group[i]]].t.toLowerCase().includes(wanted)) found.add(i);
   }
-  return found;
+  return rows.filter((i) => found.has(i));
 }
 
 function verdictOf(flags) {
