@@ -592,6 +592,20 @@ def test_charts_run_along_time_and_tokens_too(page):
     assert browser.problems == []
 
 
+def test_a_run_without_steps_stands_at_the_beginning_of_every_axis(page):
+    browser = page(
+        Story(metrics=lambda step, p: {"completions/tokens_mean": 1000.0}),
+        Story(steps=0, evaluations=[("base", 0.3)], finished=False),
+    )
+    draw_all(browser)
+    for axis in ("time", "tokens"):
+        set_control(browser, "Along", axis, "#curves")
+        dots = f"[...{chart('evaluation-sampled_strict')}.querySelectorAll('.run1 .dot')].map((dot) => dot.getAttribute('cx'))"
+        assert browser.run(dots) == ["52"]
+        assert ticks_below(browser, "reward-mean")[-1] != "60"
+    assert browser.problems == []
+
+
 def test_one_spike_flattens_no_chart_and_can_be_seen(page):
     browser = page(Story(loss=lambda step: 5000.0 if step == 31 else 0.01 * math.sin(step)))
     draw_all(browser)

@@ -312,9 +312,10 @@ function along(xs, ys, x) {
   return xs.length < 2 ? ys[0] : ys[i] + ((ys[i + 1] - ys[i]) * (x - xs[i])) / (xs[i + 1] - xs[i]);
 }
 
+// What a run without steps has stands at the beginning.
 function places(taken_, steps) {
-  const { size } = axisShown();
-  return state.axis === 'step' ? steps : steps.map((step) => along(taken_.steps, taken_[state.axis], step) / size);
+  const { size } = axisShown(), known = taken_[state.axis];
+  return state.axis === 'step' ? steps : steps.map((step) => (known ? along(taken_.steps, known, step) / size : 0));
 }
 
 // Seconds and tokens by the end of a step, as a table has them.
