@@ -14,6 +14,7 @@ import pytest
 from doctor.miniature_runs import GROUPS, G, Story, Written, write_run
 
 from groupwise.errors import ConfigError
+from groupwise.evaluation.figures import paired_comparison
 from groupwise.report import write_report
 from groupwise.report.curves import bands, quantile, taken, thin
 from groupwise.report.page import SCRIPTS, content_policy, pack_columns, script, script_json, style
@@ -161,6 +162,16 @@ def test_several_samples_of_a_problem_are_compared_as_the_summary_does(tmp_path)
     assert shown["several"]
     assert [set(stage) <= kept for stage, kept in zip(shown["verdicts"], ({"r"}, {"w", "l"}), strict=True)] == [True, True]
     assert [said[0] for said in packed[f"e-0-{shown['first_portion']}"][0]["said"]] == ["True", "False"], "the first of each"
+
+    def one_unchecked(stage, rows):
+        return [{**row, "strict": None, "unchecked": "late"} if i == 5 and stage == "base" else row for i, row in enumerate(rows)]
+
+    judged_again(folder, one_unchecked)
+    files = [(folder / "evaluations" / f"{stage}-sampled.jsonl").read_text().splitlines() for stage in ("base", "final")]
+    paired = paired_comparison(*([json.loads(line) for line in lines] for lines in files))
+    told = next(c for c in parts(write_report([folder]).path)[0]["runs"][0]["comparisons"] if c["mode"] == "sampled")
+    same = ("n", "samples", "p_value")
+    assert [told[name] for name in same] == [paired[name] for name in same] == [39, 2, 1.0]
 
 
 def test_stages_with_other_reference_answers_are_not_compared(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -303,7 +304,9 @@ def comparisons(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def compared(before: EvaluationRecords, after: EvaluationRecords, key: str) -> dict[str, Any] | None:
-    shared = {record["problem"] for record in before.records} & {record["problem"] for record in after.records}
+    """Of the problems of which every sample was checked at both stages, as the run's summary has it."""
+    counts = [Counter(record["problem"] for record in stage.records) for stage in (before, after)]
+    shared = {problem for problem in counts[0] if all(count[problem] == max(count.values()) for count in counts)}
     try:
         found = paired_comparison(*([r for r in e.records if r["problem"] in shared] for e in (before, after)), key=key)
     except DataError:  # asked in another order, or another number of times
