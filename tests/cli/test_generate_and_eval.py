@@ -485,6 +485,21 @@ def test_where_no_trial_file_can_be_written_no_records_are_asked_for(groupwise, 
     assert f"cannot be written (No space left on device: {tmp_path}): records need a writable folder" in flat(result.stderr)
 
 
+def test_a_place_for_records_that_may_not_be_looked_into_is_named(groupwise, tmp_path, monkeypatch):
+    exists = Path.exists
+
+    def closed(path, **how):
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path, **how)
+
+    monkeypatch.setattr("groupwise.cli.evaluate._judge", None)
+    monkeypatch.setattr(Path, "exists", closed)
+    result = groupwise("eval", "smollm2-135m-instruct", "--data", "arithmetic", "--out", tmp_path / "closed" / "mine.jsonl")
+    assert result.exit_code == 2
+    assert "cannot be written (Permission denied: " in flat(result.stderr)
+
+
 def test_what_a_stopped_evaluation_left_must_be_a_file(groupwise, tiny_model, problems, tmp_path):
     (tmp_path / "mine.jsonl.partial").mkdir()
     result = groupwise("eval", tiny_model, "--data", problems, "--out", tmp_path / "mine.jsonl")

@@ -9,6 +9,7 @@ import re
 import zlib
 from array import array
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from doctor.miniature_runs import GROUPS, G, Story, Written, write_run
@@ -396,6 +397,19 @@ def test_only_a_report_is_written_over(tmp_path):
         write_report([folder], tmp_path / "pipe")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report([folder], tmp_path / "nowhere" / "report.html")
+
+
+def test_a_place_that_may_not_be_looked_into_is_named(tmp_path, monkeypatch):
+    folder, is_dir = write_run(tmp_path / "run", Story(steps=3)), Path.is_dir
+
+    def closed(path, **how):
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_dir(path, **how)
+
+    monkeypatch.setattr(Path, "is_dir", closed)
+    with pytest.raises(ConfigError, match=r"closed/r\.html' cannot be written \(Permission denied\): name another place"):
+        write_report([folder], tmp_path / "closed" / "r.html")
 
 
 def test_runs_in_folders_of_one_name_are_told_apart(tmp_path):

@@ -21,7 +21,7 @@ from groupwise.tracking import RunFolder
 from groupwise.tracking.environment import code_revision, processor_name
 from groupwise.tracking.files import json_text
 from groupwise.tracking.reading import answer_style, read_run
-from groupwise.tracking.run_folder import cut_back
+from groupwise.tracking.run_folder import check_named, cut_back
 from groupwise.tracking.text import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
 
 
@@ -85,6 +85,19 @@ def test_a_file_in_its_place_is_named(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match=r"run' is a file"):
         RunFolder.create(Config(), tmp_path / "run", "x")
+
+
+def test_a_place_that_may_not_be_looked_into_is_named(tmp_path, monkeypatch):
+    exists = Path.exists
+
+    def closed(path, **how):
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path, **how)
+
+    monkeypatch.setattr(Path, "exists", closed)
+    with pytest.raises(ConfigError, match=r"closed/run' cannot be written \(Permission denied: .*output\.folder"):
+        check_named(tmp_path / "closed" / "run")
 
 
 def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Sequence
@@ -114,20 +115,23 @@ def _check_out(out: Path) -> None:
     """Raise ConfigError where records cannot be written to ``out``, or would take the place of what is no file; leave nothing."""
     from groupwise.errors import ConfigError
 
-    remedy = "name another --out FILE.jsonl"
-    if out.exists() and not out.is_file():
-        kind = "a folder" if out.is_dir() else "no regular file"
-        raise ConfigError(f"--out {str(out)!r} is {kind}, and records are written to a file: {remedy}")
-    for path in (out.absolute(), Path(os.path.realpath(out))):  # stopped, they lie beside the link; at the end where it leads to
-        parent = next(folder for folder in path.parents if folder.exists())
-        try:
+    remedy, parent = "name another --out FILE.jsonl", out.parent
+    try:
+        if out.exists() and not out.is_file():
+            kind = "a folder" if out.is_dir() else "no regular file"
+            raise ConfigError(f"--out {str(out)!r} is {kind}, and records are written to a file: {remedy}")
+        # Stopped, they lie beside a link; at the end where it leads to.
+        for path in (out.absolute(), Path(os.path.realpath(out))):
+            parent = next(folder for folder in path.parents if folder.exists())
             with tempfile.TemporaryFile(dir=parent) as trial:
                 trial.write(b"records")
-        except OSError as error:
-            raise ConfigError(
-                f"--out {str(out)!r} cannot be written ({error.strerror or error}: {parent}): records need a writable folder with free "
-                f"space; {remedy}"
-            ) from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # the command says which name
+            raise
+        raise ConfigError(
+            f"--out {str(out)!r} cannot be written ({error.strerror or error}: {parent}): records need a writable folder with free "
+            f"space; {remedy}"
+        ) from error
 
 
 def _models_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -37,15 +37,16 @@ def write_report(paths: Sequence[Path | str], out: Path | None = None, *, comple
     """
     runs = unique_names([read_run(path) for path in paths])
     target = out or default_path(runs)
-    check_target(target)
+    try:
+        check_target(target)
+    except PermissionError as error:
+        raise not_written(target, error) from error
     payload, blocks = build_payload(runs, completions=completions)
     page = render_page(payload, blocks, "groupwise: " + ", ".join(run.name for run in runs))
     try:
         write_text(target, page)
     except OSError as error:
-        raise ConfigError(
-            f"the report {str(target)!r} cannot be written ({error.strerror or error}): name another place with --out"
-        ) from error
+        raise not_written(target, error) from error
     count = sum(len(run.completions) for run in runs) if completions else 0
     text_bytes = sum(map(len, blocks.values()))
     return ReportFile(target, target.stat().st_size, text_bytes, tuple(run.name for run in runs), count)
@@ -56,8 +57,12 @@ def default_path(runs: Sequence[RunRecord]) -> Path:
     return runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
 
 
+def not_written(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the report {str(path)!r} cannot be written ({error.strerror or error}): name another place with --out")
+
+
 def check_target(path: Path) -> None:
-    """A report may be written again; any other file stays."""
+    """A report may be written again; any other file stays. Raises PermissionError where it may not be looked at."""
     if path.is_dir():
         raise ConfigError(f"the report {str(path)!r} is a folder: name a file with --out")
     if not path.exists():

@@ -354,6 +354,22 @@ def make_named(path: Path) -> Path:
 def check_named(path: Path) -> None:
     """Raise ConfigError for a folder that a new run cannot have; leave nothing."""
     check_is_utf8(path)
+    place = path
+    try:
+        check_unused(path)
+        place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=place))
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # the command says which name
+            raise
+        raise ConfigError(
+            f"the run's folder {str(path)!r} cannot be written ({error.strerror}: {place}): a run needs a writable folder with free "
+            "space; name another with --run-folder PATH (the setting is output.folder)"
+        ) from error
+
+
+def check_unused(path: Path) -> None:
+    """Raise ConfigError where something is in the way of a new run, which writes over nothing; OSError where that may not be seen."""
     if path.exists() and not path.is_dir():
         raise ConfigError(
             f"the run's folder {str(path)!r} is a file: a run needs a folder; name another with --run-folder PATH "
@@ -371,14 +387,6 @@ def check_named(path: Path) -> None:
             f"the run's folder {str(path)!r} is not empty: a run never writes over another; name another with --run-folder PATH "
             "(the setting is output.folder)"
         )
-    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))
-    except OSError as error:
-        raise ConfigError(
-            f"the run's folder {str(path)!r} cannot be written ({error.strerror}: {parent}): a run needs a writable folder with free "
-            "space; name another with --run-folder PATH (the setting is output.folder)"
-        ) from error
 
 
 def check_is_utf8(path: Path) -> None:
