@@ -119,6 +119,17 @@ def test_the_overview_of_several_runs_is_a_table(page):
     assert texts(browser, "#overview tbody tr:nth-child(2) > *")[1] == "1 of 1"
 
 
+def test_the_run_of_the_distributions_is_not_that_of_the_completions(page):
+    browser = page(Story(), Story(steps=24))
+    ready(browser)
+    browser.run("document.getElementById('distributions').scrollIntoView()")
+    set_control(browser, "Run", "1", "#distributions")
+    browser.until("document.querySelector('#distributions .run1')")
+    browser.run("[...document.querySelectorAll('#pager button')].find((b) => b.textContent === 'next').click()")
+    browser.until("document.getElementById('pager').textContent.includes('page 2 of')")
+    assert texts(browser, "#count") == [f"{60 * GROUPS * G:,} completions"]
+
+
 def test_shares_are_percentages_and_what_never_moves_is_said_in_a_line(page):
     browser = page(Story(metrics=lambda step, p: {"optimizer/learning_rate": 2e-5, "groups/zero_variance": 0.25}))
     draw_all(browser)

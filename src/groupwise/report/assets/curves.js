@@ -115,14 +115,15 @@ function distributionsSection() {
   if (!state.data.runs.some((run) => Object.keys(run.bands).length || componentChart(run))) return null;
   const body = el('div', { class: 'charts' });
   const about = { tokens: ['Length of completions', 'tokens'], advantage: ['Advantages', 'advantage'], reward: ['Rewards', 'reward'] };
+  let shown = state.run;  // a choice of this section alone
   const draw = () => {
-    const run = state.data.runs[state.run];
+    const run = state.data.runs[shown];
     const fans = Object.entries(run.bands).filter(([, band]) => band.steps.length)
-      .map(([name, band]) => lazily(() => fanChart('distribution-' + name, about[name][0], about[name][1], 'The line is the median. From dark to light: the middle half, 10% to 90%, min to max.', run, band, state.data.quantiles, runClass(state.run)), 'distribution-' + name));
+      .map(([name, band]) => lazily(() => fanChart('distribution-' + name, about[name][0], about[name][1], 'The line is the median. From dark to light: the middle half, 10% to 90%, min to max.', run, band, state.data.quantiles, runClass(shown)), 'distribution-' + name));
     const components = componentChart(run);
     replaceChildren(body, components ? lazily(() => componentChart(run), 'distribution-components') : null, fans);
   };
   draw();
-  const picker = runPicker((value) => { state.run = value; draw(); });
+  const picker = runPicker((value) => { shown = value; draw(); });
   return section('distributions', 'Distributions', 'Of the completions that were recorded (output.log_completions groups a step).', picker, body);
 }
