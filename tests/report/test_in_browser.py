@@ -110,13 +110,26 @@ def test_the_overview_tells_one_run_in_a_few_numbers(page):
     assert first < last
     assert values["Accuracy in training"].count("%") == 2
     assert values["Steps"] == "60 of 60"
-    assert values["The doctor finds"] == "nothing wrong"
+    assert values["The doctor says"] == "No problem found"
+    assert "No problem found." in texts(browser, "#findings p")
 
 
 def test_the_overview_of_several_runs_is_a_table(page):
-    browser = page(Story(), Story(steps=1))
+    browser = page(Story(), Story(steps=1, evaluations=[]))
     assert texts(browser, ".tile") == []
-    assert texts(browser, "#overview tbody tr:nth-child(2) > *")[1] == "1 of 1"
+    cells = texts(browser, "#overview tbody tr:nth-child(2) > *")
+    assert (cells[1], cells[-1]) == ("1 of 1", "Too early to judge")
+
+
+def test_a_run_of_three_steps_is_not_called_healthy(page):
+    browser = page(Story(steps=3, finished=False, evaluations=[]))
+    assert texts(browser, ".tile:last-child > *") == ["The doctor says", "Too early to judge3 steps, and it takes 5"]
+    assert "Too early to judge: 3 steps, and it takes 5." in texts(browser, "#findings p")
+
+
+def test_the_overview_goes_by_the_headline_mode(page):
+    browser = page(Story(overrides=["evaluation.modes=[greedy, sampled]"]))
+    assert texts(browser, ".tile small")[0].startswith("strict, greedy, base → after GRPO")
 
 
 def test_the_run_of_the_distributions_is_not_that_of_the_completions(page):

@@ -418,8 +418,13 @@ def test_runs_in_folders_of_one_name_are_told_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "story", [Story(steps=0, evaluations=[], finished=False), Story(steps=1, evaluations=[]), Story(steps=2, finished=False)]
+    ("story", "verdict"),
+    [
+        (Story(steps=0, evaluations=[], finished=False), "Nothing to judge yet: 0 steps"),
+        (Story(steps=1, evaluations=[]), "Too early to judge: 1 step, and it takes 5"),
+        (Story(steps=2, finished=False), "Too early to judge: 2 steps, and it takes 5"),
+    ],
 )
-def test_a_run_that_has_hardly_begun_has_a_page_too(tmp_path, story):
+def test_a_run_that_has_hardly_begun_has_a_page_too(tmp_path, story, verdict):
     data, _, _ = parts(write_report([write_run(tmp_path / "run", story)]).path)
-    assert data["runs"][0]["steps"] == story.steps
+    assert (data["runs"][0]["steps"], data["runs"][0]["verdict"]) == (story.steps, verdict), "as `groupwise doctor` says it"

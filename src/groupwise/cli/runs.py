@@ -99,7 +99,7 @@ def _device_table(choices: Sequence[Choice], title: str, tolerance: float) -> Ta
 
 def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dict[str, object]]:
     if Path(target).expanduser().is_dir():
-        from groupwise.doctor import ENOUGH, diagnose_run
+        from groupwise.doctor import diagnose_run, verdict_on
         from groupwise.errors import ConfigError
         from groupwise.tracking.reading import read_run
 
@@ -110,15 +110,9 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
         run = read_run(target)
         state = "finished" if run.summary else "not finished"
         findings = diagnose_run(run)
-        verdict = "Problems found" if _has_problems(findings) else "No problem found"
-        if len(run.steps) < ENOUGH and not _has_problems(findings):
-            verdict = (
-                f"Too early to judge: {len(run.steps)} steps, and it takes {ENOUGH}"
-                if run.steps
-                else "Nothing to judge yet: 0 steps"
-            )
         about = {
-            "run": str(run.path), "steps": run.last_step, "state": state, "verdict": verdict, "unreadable": dict(run.unreadable),
+            "run": str(run.path), "steps": run.last_step, "state": state, "verdict": verdict_on(run, findings),
+            "unreadable": dict(run.unreadable),
         }  # fmt: skip
         return findings, about
     from groupwise.config import load_config

@@ -1,11 +1,10 @@
 """The doctor: what is wrong with a run or its settings, with the evidence and the remedy."""
 
-from groupwise.doctor.examine import ENOUGH, Watch, check_before, diagnose_prepared, diagnose_run, diagnose_settings, refuse
+from groupwise.doctor.examine import Watch, check_before, diagnose_prepared, diagnose_run, diagnose_settings, refuse, verdict_on
 from groupwise.doctor.findings import SEVERITIES, Evidence, Example, Finding, Severity
 from groupwise.doctor.rules import RULES, Rule
 
 __all__ = [
-    "ENOUGH",
     "RULES",
     "SEVERITIES",
     "Evidence",
@@ -19,4 +18,5 @@ __all__ = [
     "diagnose_run",
     "diagnose_settings",
     "refuse",
+    "verdict_on",
 ]

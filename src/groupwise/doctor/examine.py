@@ -15,7 +15,7 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.tracking.reading import RunRecord, read_run
 from groupwise.training.setup import Prepared, prepare
 
-__all__ = ["ENOUGH", "Watch", "check_before", "diagnose_prepared", "diagnose_run", "diagnose_settings", "refuse"]
+__all__ = ["Watch", "check_before", "diagnose_prepared", "diagnose_run", "diagnose_settings", "refuse", "verdict_on"]
 
 ENOUGH, CERTAIN = 5, 10
 """Steps before which nothing is said of a run but what one step shows for certain, and before which nothing is critical: rules take
@@ -30,6 +30,17 @@ def diagnose_run(run: RunRecord) -> list[Finding]:
     if steps < CERTAIN:
         findings = [replace(one, severity="warning") if one.severity == "critical" else one for one in findings]
     return ordered([*findings, *about_settings])
+
+
+def verdict_on(run: RunRecord, findings: Iterable[Finding]) -> str:
+    """What ``findings``, those of ``diagnose_run``, come to, in a few words; behind a colon why there is nothing to say yet."""
+    steps = len(run.steps)
+    if any(finding.severity in ("critical", "warning") for finding in findings):
+        return "Problems found"
+    if not steps:
+        return "Nothing to judge yet: 0 steps"
+    too_early = f"Too early to judge: {steps} step{'s' * (steps > 1)}, and it takes {ENOUGH}"
+    return too_early if steps < ENOUGH else "No problem found"
 
 
 def diagnose_settings(config: Config) -> list[Finding]:

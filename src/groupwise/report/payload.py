@@ -15,7 +15,7 @@ from groupwise.config import Config
 from groupwise.config.load import changed_settings
 from groupwise.config.objective import GroupAdvantage
 from groupwise.data.prompts import resolve_system
-from groupwise.doctor import diagnose_run
+from groupwise.doctor import diagnose_run, verdict_on
 from groupwise.errors import DataError
 from groupwise.evaluation.figures import (
     crosstab,
@@ -78,7 +78,7 @@ def without(table: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
 
 
 def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) -> dict[str, Any]:
-    evaluations = evaluation_rows(run)
+    evaluations, findings = evaluation_rows(run), diagnose_run(run)
     entry: dict[str, Any] = {
         "name": run.name,
         "state": "finished" if run.summary else "not finished",
@@ -94,7 +94,9 @@ def run_entry(index: int, run: RunRecord, blocks: Blocks, *, completions: bool) 
         "evaluations": evaluations,
         "asked": asked(run),
         "comparisons": comparisons(run),
-        "findings": [finding.to_json() for finding in diagnose_run(run)],
+        "findings": [finding.to_json() for finding in findings],
+        "verdict": verdict_on(run, findings),
+        "headline": run.config.evaluation.modes[0] if run.config else None,
         "unreadable": dict(run.unreadable),
         "weights": reward_weights(run),
         "advantage": advantage_rule(run),

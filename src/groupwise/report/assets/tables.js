@@ -33,9 +33,9 @@ function firstToLast(run, name) {
   return curve.values.length < 2 ? write(curve.values[0]) : write(mean(curve.values.slice(0, count))) + ' → ' + write(mean(curve.values.slice(-count)));
 }
 
-// The last evaluation that there is, and the model as it was in the same mode.
+// The last evaluation in the run's headline mode, or else in any, and the model as it was in the same mode.
 function heldOutOf(run) {
-  const last = run.evaluations.at(-1);
+  const last = run.evaluations.filter((row) => row.mode === run.headline).at(-1) || run.evaluations.at(-1);
   if (!last) return null;
   const base = run.evaluations.find((row) => row.stage === 'base' && row.mode === last.mode && row !== last);
   const key = last.success && (!base || base.success) ? 'success' : 'strict';  // what an environment said goes before the answer
@@ -48,7 +48,7 @@ function gravest(run) {
 
 // What one run came to, in a few numbers.
 function tiles(run) {
-  const held = heldOutOf(run), grave = gravest(run);
+  const held = heldOutOf(run), grave = gravest(run), [verdict, why] = run.verdict.split(': ');
   const several = (name) => Boolean(run.curves[name] && run.curves[name].values.length > 1);
   const tile = (name, value, remark) => el('div', { class: 'tile' }, el('dt', {}, name), el('dd', {}, el('b', {}, value), remark ? el('small', {}, remark) : null));
   return el('dl', { class: 'tiles' },
@@ -57,7 +57,7 @@ function tiles(run) {
     tile('Reward', firstToLast(run, 'reward/mean'), several('reward/mean') ? 'mean of the first → last tenth of the steps' : null),
     tile('Accuracy in training', firstToLast(run, 'accuracy/strict'), several('accuracy/strict') ? 'strict, first → last tenth of the steps' : 'strict'),
     tile('Steps', number(run.steps) + (run.planned_steps ? ' of ' + number(run.planned_steps) : ''), run.state + (run.seconds === null ? '' : ', ' + clock(run.seconds) + (run.seconds < 3600 ? ' min' : ' h'))),
-    tile('The doctor finds', grave ? el('a', { href: '#findings' }, grave + (grave > 1 ? ' things to look at' : ' thing to look at')) : run.steps ? 'nothing wrong' : 'no steps yet', grave ? 'critical findings and warnings' : null));
+    tile('The doctor says', grave ? el('a', { href: '#findings' }, grave + (grave > 1 ? ' things to look at' : ' thing to look at')) : verdict, grave ? 'critical findings and warnings' : why));
 }
 
 function overviewTable(runs) {
@@ -67,7 +67,7 @@ function overviewTable(runs) {
       el('span', { class: runClass(i) }, el('i', { class: 'swatch' }), ' ' + run.name),
       number(run.steps) + (run.planned_steps ? ' of ' + number(run.planned_steps) : ''), run.state,
       run.seconds === null ? '–' : clock(run.seconds), firstToLast(run, 'reward/mean'), firstToLast(run, 'accuracy/strict'),
-      held ? (held.base ? percent(held.base[held.key][0]) + ' → ' : '') + interval(held.last[held.key]) + ', ' + (held.key === 'success' ? 'success, ' : '') + held.last.mode : '–', grave ? el('a', { href: '#findings' }, String(grave)) : 'none',
+      held ? (held.base ? percent(held.base[held.key][0]) + ' → ' : '') + interval(held.last[held.key]) + ', ' + (held.key === 'success' ? 'success, ' : '') + held.last.mode : '–', grave ? el('a', { href: '#findings' }, String(grave)) : run.verdict.split(': ')[0],
     ];
   });
   return [table(['run', 'steps', 'state', 'time', 'reward', 'accuracy in training', 'held-out accuracy', 'findings'], rows, true),
@@ -101,9 +101,8 @@ function finding(one, run) {
 
 function findingsSection() {
   const parts = state.data.runs.map((run, i) => {
-    const problematic = run.findings.some((one) => one.severity !== 'normal');
     return el('div', {}, state.data.runs.length > 1 ? el('h3', {}, run.name) : null,
-      problematic ? null : el('p', {}, run.steps ? 'No problem found in this run.' : 'Nothing to judge yet: 0 steps.'), run.findings.map((one) => finding(one, i)));
+      gravest(run) ? null : el('p', {}, run.verdict + '.'), run.findings.map((one) => finding(one, i)));
   });
   return section('findings', 'What the doctor finds', null, parts);
 }
