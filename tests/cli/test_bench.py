@@ -76,6 +76,17 @@ def test_the_plan_is_for_the_lengths_that_there_were(groupwise, small, nowhere):
     )
 
 
+def test_a_gpu_that_pytorch_cannot_use_is_told_and_not_planned_for(groupwise, small, nowhere, monkeypatch):
+    def found():
+        return "NVIDIA H100 80GB HBM3", 81559 * 2**20
+
+    monkeypatch.setattr("groupwise.planner.hardware.present_gpu", found)
+    monkeypatch.setattr("groupwise.training.setup.present_gpu", found)
+    result = groupwise("bench", "quickstart", *small, "model.device=auto", "--steps", "1", "--json")
+    assert json.loads(result.stdout)["planned"]["device"] == "cpu"
+    assert "this machine has a GPU (NVIDIA H100 80GB HBM3), but this PyTorch" in " ".join(result.stderr.split())
+
+
 def test_a_table_for_people(groupwise, small, nowhere):
     result = groupwise("bench", "quickstart", *small, "beta=0.04", "--steps", "1")
     assert result.exit_code == 0, result.output

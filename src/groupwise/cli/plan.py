@@ -250,12 +250,15 @@ def bench(
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json
     from groupwise.distributed import is_first_process
+    from groupwise.models.load import resolve_device
     from groupwise.training.trial import run_trial, trial_settings
 
     settings = [*(overrides or ()), *trial_settings(steps, as_written, whole, config.algorithm.needs_reference)]
     trial = run_trial(load_config(source, settings), console(stderr=as_json), whole=whole)
     if not is_first_process():
         return
+    if resolve_device(config.model.device).type == "cpu":  # whatever GPU there is that this PyTorch cannot use
+        settings.append("model.device=cpu")
     planned = plan_of(
         source, settings, world_size=trial.processes, prompt_tokens=trial.prompt_tokens,
         completion_tokens=round(trial.completion_tokens), measure=measure,

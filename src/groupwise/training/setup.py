@@ -53,6 +53,7 @@ from groupwise.models.load import (
 from groupwise.models.quantised import quantisation_settings
 from groupwise.models.reward_model import RewardModel
 from groupwise.models.scorer import attention_note
+from groupwise.planner.hardware import present_gpu
 from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.rewards.suite import RewardSuite
 from groupwise.serving.agents import open_agents
@@ -234,6 +235,7 @@ def _notes(
         attention_note(config.model.attention, hf_config.model_type) if lean else None,
         _note_on_experts(config),
         _note_on_idle_gpus(config, processes),
+        _note_on_unusable_gpu(config),
         note_on_date(tokenizer, config.prompt),
         f"{short.sentence}: {SHORT_OF_MEMORY}" if short is not None else None,
         checkpoint_note(config, resolve_device(config.model.device), processes),
@@ -284,6 +286,16 @@ def _note_on_idle_gpus(config: Config, processes: int) -> str | None:
         return None
     using = "one is" if processes == 1 else f"{processes} are"
     return f"this machine has {gpus} GPUs, and {using} used: --num-processes {gpus} takes all of them."
+
+
+def _note_on_unusable_gpu(config: Config) -> str | None:
+    """Of a GPU that ``model.device: auto`` passes over: PyTorch's build is for CPUs, or for a newer driver."""
+    if config.model.device != "auto" or torch.cuda.is_available() or (gpu := present_gpu()) is None:
+        return None
+    return (
+        f"this machine has a GPU ({gpu[0]}), but this PyTorch ({torch.__version__}) cannot use it, and the run takes the CPU: install "
+        "a build of PyTorch for CUDA that the GPU's driver is new enough for, or set model.device=cpu."
+    )
 
 
 def _fitting(
