@@ -3,7 +3,7 @@
 # Not run on a cluster; a test runs this text with a stand-in for srun (tests/distributed/test_slurm.py).
 #
 # The nodes need one folder that all see (the run's), the same environment (activate it before sbatch, or here), and the model and the
-# data fetched beforehand (`groupwise train RECIPE --dry-run`).
+# data fetched beforehand, where there is a network: `hf download MODEL`, and `groupwise train RECIPE --dry-run`, which fetches no weights.
 #
 # The run's folder is runs/JOB-NAME: another sbatch of that name, or Slurm's own requeueing, carries it on from its newest checkpoint.
 #SBATCH --job-name=groupwise

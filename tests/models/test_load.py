@@ -30,7 +30,7 @@ from groupwise.errors import ModelError
 from groupwise.models import load
 from groupwise.models.devices import computes_bf16
 from groupwise.models.embedded import EMBEDDED_NAME
-from groupwise.models.folder import make_readable_by_4, only_from_cache
+from groupwise.models.folder import check_cache, make_readable_by_4, only_from_cache
 from groupwise.models.load import (
     Policy,
     check_adapter,
@@ -193,6 +193,22 @@ def test_a_hub_name_without_network_is_refused_at_once(monkeypatch: pytest.Monke
         check_model(model_config("nobody/nothing"))
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "somewhere/config.json")
     assert only_from_cache("nobody/nothing", None) is True
+
+
+def test_a_cached_model_without_its_weights_is_refused_where_the_hub_is_away(
+    qwen_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("groupwise.models.folder.only_from_cache", lambda *_: True)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(qwen_folder / "config.json"))
+    check_cache("some/model", None)
+    (qwen_folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"weights of model 'some/model' are not all .* `hf download some/model --revision v2`"):
+        check_model(ModelConfig(name="some/model", revision="v2"))
+    (qwen_folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    with pytest.raises(ModelError, match="hf download some/model`"):
+        check_cache("some/model", None)
+    monkeypatch.setattr("groupwise.models.folder.only_from_cache", lambda *_: False)
+    check_cache("some/model", None)
 
 
 def test_weights_that_do_not_cover_the_architecture_are_refused(qwen_folder: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from groupwise.errors import ModelError
 
 __all__ = [
-    "adapter_in", "base_of", "check_folder", "is_folder_name", "make_readable_by_4", "move_into_place", "only_from_cache",
+    "adapter_in", "base_of", "check_cache", "check_folder", "is_folder_name", "make_readable_by_4", "move_into_place", "only_from_cache",
     "refused_by_hub", "stored_quantisation",
 ]  # fmt: skip
 
@@ -218,6 +219,24 @@ def only_from_cache(name: str, revision: str | None) -> bool:
             f"model {name!r} is neither a folder here nor in the local Hub cache, and the Hub cannot be reached "
             f"({type(error).__name__}): check the network, or name a model folder or the embedded model"
         ) from error
+
+
+def check_cache(name: str, revision: str | None) -> None:
+    """Raise ModelError where the Hub cannot be reached, and its local cache has the model ``name`` without all of its weights, as a dry run
+    leaves it. Reads no weights."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", revision=revision) if only_from_cache(name, revision) else None
+    if not isinstance(found, str):
+        return
+    with suppress(ModelError):  # an index whose files are not all there
+        if _weight_files(Path(found).parent):
+            return
+    of_revision = "" if revision is None else f" --revision {revision}"
+    raise ModelError(
+        f"the weights of model {name!r} are not all in the local Hub cache, and the Hub cannot be reached: where there is a network, run "
+        f"`hf download {name}{of_revision}`"
+    )
 
 
 def refused_by_hub(name: str, revision: str | None, error: Exception) -> ModelError | None:

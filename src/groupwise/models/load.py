@@ -41,6 +41,7 @@ from groupwise.models.families import FAMILIES, experts_of, longrope_positions
 from groupwise.models.folder import (
     adapter_in,
     base_of,
+    check_cache,
     check_folder,
     is_folder_name,
     make_readable_by_4,
@@ -121,6 +122,8 @@ def check_model(config: ModelConfig) -> None:
         return
     if is_folder_name(config.name):
         check_folder(Path(config.name).expanduser())
+    else:
+        check_cache(config.name, config.revision)
     hf_config = load_model_config(config)
     remote_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
     if not remote_code and hf_config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
