@@ -349,6 +349,8 @@ def test_a_correction_that_an_earlier_version_wrote_and_nothing_used_is_no_chang
         ("rollout.vllm.url", "http://node-1:8300", "http://node-7:8300", False),
         ("rollout.vllm.patience_s", 300.0, 60.0, False),
         ("rollout.vllm.max_model_tokens", None, 512, True),
+        ("data.folder", None, "/scratch/data", False),
+        ("data.source", "a.jsonl", "b.jsonl", True),
         ("rewards.timeout_s", 60.0, 90.0, False),
         ("rewards.processes", 2, 3, False),
         ("rewards.concurrent_calls", 16, 2, False),
@@ -374,14 +376,29 @@ def test_where_and_how_fast_is_no_change(small_config, setting, before, now, har
     assert drift({"config": written(before), "data": "f"}, prepared) == (([line], []) if harmful else ([], [line]))
 
 
-@pytest.mark.parametrize(("warmup", "harmful"), [(0, False), (2, False), (0.5, True)])
-def test_more_steps_change_a_run_whose_warmup_is_a_share_of_it(small_config, warmup, harmful):
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        ({"optimizer": {"warmup_steps": 0}}, None),
+        ({"optimizer": {"warmup_steps": 2}}, None),
+        ({"optimizer": {"warmup_steps": 0.5}}, "the rate of the first steps"),
+        ({"optimizer": {"schedule": "linear"}}, "the rate of each step (optimizer.schedule is linear)"),
+        ({"optimizer": {"schedule": "cosine"}}, "the rate of each step (optimizer.schedule is cosine)"),
+        ({"algorithm": {"kl": {"beta": 0.1, "reference_updates": 2}}}, "when the reference is renewed"),
+        ({"rollout": {"ahead": 1}}, "which weights sample what follows"),
+    ],
+)
+def test_more_steps_change_a_run_whose_steps_depend_on_their_number(small_config, settings, changed):
     def of(steps):
-        return small_config(training={"steps": steps}, optimizer={"warmup_steps": warmup})
+        return small_config(training={"steps": steps}, **settings)
 
     longer = SimpleNamespace(config=of(8), problems=SimpleNamespace(fingerprint="f"))
-    found = drift({"config": of(4).model_dump(mode="json"), "data": "f"}, longer)
-    assert found == ((["training.steps: 4 -> 8"], []) if harmful else ([], ["training.steps: 4 -> 8"]))
+    harmful, harmless = drift({"config": of(4).model_dump(mode="json"), "data": "f"}, longer)
+    if changed is None:
+        assert (harmful, harmless) == ([], ["training.steps: 4 -> 8"])
+    else:
+        assert harmless == []
+        assert harmful[0].startswith(f"training.steps: 4 -> 8, which changes {changed}")
 
 
 def test_changed_data_is_found(small_config, letters, quiet, tmp_path, sums):

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _HARMLESS = (
+    "data.folder",  # another copy of the same problems, by their fingerprint
     "output.",
     "evaluation.",
     "rewards.on_error",
@@ -250,8 +251,9 @@ def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list
     for key in sorted(before.keys() | now.keys()) if before else []:
         if not key.startswith(unused) and before.get(key) != now.get(key):
             line = f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
-            longer = key == "training.steps" and _steps_only_extend(prepared.config)
-            (harmless if longer or key.startswith(_HARMLESS) else harmful).append(line)
+            moved = _moved_by_steps(prepared.config) if key == "training.steps" else None
+            same = key.startswith(_HARMLESS) or (key == "training.steps" and moved is None)
+            (harmless if same else harmful).append(line if moved is None else f"{line}, which changes {moved}")
     if state.get("data", prepared.problems.fingerprint) != prepared.problems.fingerprint:
         harmful.append(f"the data itself: fingerprint {state['data']} -> {prepared.problems.fingerprint}")
     return harmful, harmless
@@ -314,12 +316,17 @@ def _earlier_evaluation(row: Any, folder: RunFolder) -> Evaluation:
     return Evaluation(**values, records=records)
 
 
-def _steps_only_extend(config: Config) -> bool:
-    """Whether another number of steps leaves the steps before as they were: neither rate nor reference depends on it, and no batch
-    behind the former end would have been sampled before it."""
-    moved = 0 < config.optimizer.warmup_steps < 1  # a share of the run
-    renewed = config.algorithm.kl is not None and config.algorithm.kl.reference_updates > 1
-    return config.rollout.ahead == 0 and config.optimizer.schedule == "constant" and not (renewed or moved)
+def _moved_by_steps(config: Config) -> str | None:
+    """What of a run would be another with another number of steps; None where that leaves the steps before as they were. Sampling ahead
+    ends with the last step: no batch behind the former end was sampled before it."""
+    optimizer, kl = config.optimizer, config.algorithm.kl
+    reasons = (
+        (optimizer.schedule != "constant", f"the rate of each step (optimizer.schedule is {optimizer.schedule})"),
+        (0 < optimizer.warmup_steps < 1, "the rate of the first steps (optimizer.warmup_steps is a share of the run)"),
+        (kl is not None and kl.reference_updates > 1, "when the reference is renewed (algorithm.kl.reference_updates)"),
+        (config.rollout.ahead > 0, "which weights sample what follows (rollout.ahead)"),
+    )
+    return next((what for applies, what in reasons if applies), None)
 
 
 def _settings_before(written: Mapping[str, Any]) -> dict[str, Any]:
