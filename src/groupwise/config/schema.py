@@ -90,7 +90,8 @@ class ModelConfig(Section):
     max_memory: dict[int | str, str] | None = None
     """The most that `device_map` lays on each device, such as `{0: 20GiB, cpu: 60GiB}`."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. The command alone can grant it, no file."""
+    """Run Python code that comes with the model or, for `eval` and `generate`, that a run's settings name: tools, environment, data
+    function. The command alone can grant it, no file."""
     quantization: Literal["none", "4bit", "8bit"] = "none"
     """Bits of the frozen projections: 0.52 bytes a weight (QLoRA), or one. Needs `lora` and the package bitsandbytes. Not for
     mixtures of experts with transformers 5."""
