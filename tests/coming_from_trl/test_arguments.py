@@ -4,16 +4,19 @@ import copy
 import dataclasses
 import logging
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from groupwise.algorithm.advantages import ADVANTAGES, gae_advantage, maxrl_advantage
 from groupwise.algorithm.losses import LOSSES, dppo_loss, gmpo_loss, reinforce_loss
+from groupwise.config import build_config
 from groupwise.config.section import REGISTERED
 from groupwise.errors import ConfigError
 from groupwise.trl import GRPOConfig
@@ -320,6 +323,20 @@ def test_what_trl_runs_is_translated(arguments):
         assert config.top_k == 5
     if "metric_for_best_model" in arguments:
         assert config.greater_is_better is True
+
+
+def test_the_settings_that_the_page_calls_trl_s_are_its_defaults():
+    from groupwise.trl.parts import model_config, to_config
+
+    (block,) = re.findall(r"^```yaml\n(algorithm: .*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    said, arguments = build_config(yaml.safe_load(block)), GRPOConfig("out")
+    trl_s = to_config(arguments, model_config(arguments, "quickstart"))
+    assert said.rollout.model_dump() == trl_s.rollout.model_dump()
+    assert said.algorithm.kl is trl_s.algorithm.kl is None
+    assert said.algorithm.loss.aggregation == objective(arguments).aggregation
+    assert said.model.gradient_checkpointing == trl_s.model.gradient_checkpointing
+    assert (said.optimizer.schedule, said.optimizer.betas) == (arguments.lr_scheduler_type, trl_s.optimizer.betas)
+    assert (said.training.epochs, said.training.seed) == (arguments.num_train_epochs, trl_s.training.seed)
 
 
 def test_what_is_better_follows_a_metric_that_is_named_later():
