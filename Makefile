@@ -78,6 +78,6 @@ docs: $(DOCS_STAMP)  ## build the documentation site in build/site; a broken lin
 wheel: dev  ## build the wheel in build/wheel and try it in an environment of its own
 	$(BIN)/python scripts/try_wheel.py
 
-clean:  ## remove caches (the environment, runs and downloaded models stay)
-	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build
+clean:  ## remove caches (the environment, runs, downloaded models and what first light wrote stay)
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build/wheel build/site build/lib build/bdist.*
 	find src tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} +

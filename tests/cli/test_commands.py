@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from groupwise import streams
+from groupwise.cli import main
 from groupwise.config import explain, load_config, recipes
 
 COMMANDS = [
@@ -234,6 +235,14 @@ def test_help_imports_no_heavy_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_windows_is_refused_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert re.fullmatch("groupwise: Windows is not supported: .*WSL.*\n", capsys.readouterr().err)
 
 
 def test_the_package_offers_what_it_says_and_nothing_is_missing():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import typer
 import yaml
 
 from groupwise.cli import app
+from groupwise.cli.plan import plan_of
 from groupwise.config import build_config, dump_config, explain, load_config, recipes
 from groupwise.config.algorithm import AlgorithmConfig
 from groupwise.config.formula import in_words
@@ -98,6 +100,63 @@ def test_commands_parse_and_their_settings_are_real(line):
     load_config(source if source in shipped else None, overrides)
 
 
+def unquoted(line):
+    """What a shell reads as a pattern: zsh, the shell of macOS, ends a command where no file fits it."""
+    return re.findall(r"\S*[\[{*]\S*", re.sub(r"'[^']*'|\"[^\"]*\"", "", line.partition(" #")[0]))
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_brackets_and_braces_of_commands_are_quoted(line):
+    assert unquoted(line) == []
+
+
+def test_brackets_and_braces_of_examples_in_help_texts_are_quoted():
+    helps = script_of("write_cli_docs").commands(typer.main.get_command(app), "groupwise")
+    examples = [line for _, text in helps for line in re.findall(r"^    (groupwise .*)$", text, flags=re.MULTILINE)]
+    assert len(examples) > 20
+    assert [line for line in examples if unquoted(line)] == []
+
+
+def test_a_pattern_outside_quotes_is_found():
+    assert unquoted("groupwise eval x evaluation.modes=[sampled]  # [a]") == ["evaluation.modes=[sampled]"]
+    assert unquoted("""groupwise train a.yaml 'model.lora={rank: 8}' "data.limit=[1]" """) == []
+
+
+def arguments_of(line):
+    """The options and arguments of a line of ``groupwise plan``, as ``plan_of`` takes them."""
+    command = typer.main.get_command(app).commands["plan"]
+    words = [word for word in shlex.split(line, comments=True)[2:] if word not in ("--formulas", "--json")]
+    given = command.make_context("plan", words).params
+    return {name: value for name, value in given.items() if name not in ("formulas", "as_json")}
+
+
+OF_A_CARD = [p for p in command_lines() if re.match(r"groupwise plan .*--(hardware|gpu-memory)", p.values[0])]
+TOO_LARGE = "groupwise plan polaris-3b --hardware a100-40gb "
+"""A page's example of a plan that suggests what would fit."""
+
+
+@pytest.mark.parametrize("line", OF_A_CARD)
+def test_what_a_page_plans_for_a_card_fits_it(line):
+    made = plan_of(**arguments_of(line))
+    assert made.fits != line.startswith(TOO_LARGE), (made.peak.name, made.peak.bytes / 2**30, made.limit_bytes / 2**30)
+
+
+def test_the_adapter_on_cards_of_24_gb_is_trained_as_it_is_planned():
+    text = section_of(page("docs/how-to/distributed.md"), "An adapter on a divided base")
+    (planned,) = re.findall(r"^groupwise plan .*--hardware rtx-4090.*$", text, flags=re.MULTILINE)
+    (trained,) = re.findall(r"^groupwise train .*$", text, flags=re.MULTILINE)
+    given = arguments_of(planned)
+    assert f"train {given['source']} --num-processes {given['world_size']} " in trained
+    assert set(given["overrides"]) <= set(shlex.split(trained))
+
+
+def test_make_clean_leaves_what_first_light_wrote():
+    (lines,) = re.findall(r"^clean:.*\n((?:\t.*\n)+)", page("Makefile"), flags=re.MULTILINE)
+    removed = [word for word in lines.split() if word.startswith("build")]
+    assert removed
+    assert not any(fnmatch(place, f"{word}*") for word in removed for place in ("build/first-light", "build/first-light-bundle"))
+
+
 @pytest.mark.parametrize("text", snippets("yaml"))
 def test_settings_in_snippets_load(text):
     config = build_config(yaml.safe_load(text))
@@ -135,8 +194,8 @@ def test_reward_functions_of_the_pages_work_and_assertions_hold():
 def test_the_keywords_and_fields_that_python_snippets_use_exist():
     from groupwise import RunResult, StepReport, train
 
-    used = set(re.findall(r"(?:train\([^()]*?|, )(rewards|on_step|resume_from)=", page("README.md")))
-    assert used == {"rewards", "on_step", "resume_from"}
+    used = set(re.findall(r"(?:train\([^()]*?|, )(rewards|on_step|run_folder|resume)=", page("README.md")))
+    assert used == {"rewards", "on_step", "run_folder", "resume"}
     assert used <= set(inspect.signature(train).parameters)
     assert set(re.findall(r"(?<!/)report\.(\w+)", page("README.md"))) <= {f.name for f in fields(StepReport)}
     assert set(re.findall(r"result\.(\w+)", page("README.md"))) <= {f.name for f in fields(RunResult)}

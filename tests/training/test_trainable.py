@@ -13,7 +13,7 @@ from tests.tiny import tiny_config, write_tiny_llama, write_tiny_mixture
 
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_a_quantised_base_without_an_adapter_is_refused_in_training(kind):
-    with pytest.raises(ConfigError, match=rf"model.quantization is {kind} and model.lora is null.*add model.lora="):
+    with pytest.raises(ConfigError, match=rf"model.quantization is {kind} and model.lora is null.*add 'model.lora="):
         prepare(Config(model={"name": "no/such-model", "quantization": kind}))
 
 
@@ -24,7 +24,7 @@ IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     ("stored", "model", "complaint"),
     [
         ({"quant_method": "fp8"}, {"lora": {"rank": 4}}, "quantised by fp8, .* name the model that it was made of"),
-        (IN_4_BITS, {}, r"quantised \(4bit\) and model.lora is null.*add model.lora="),
+        (IN_4_BITS, {}, r"quantised \(4bit\) and model.lora is null.*add 'model.lora="),
         (IN_4_BITS, {"lora": {"rank": 4}, "quantization": "8bit"}, "model.quantization is 8bit, .* quantised already"),
     ],
 )

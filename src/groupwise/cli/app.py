@@ -169,6 +169,9 @@ app.command("config", short_help="Explain the settings of a run.")(configuration
 
 def main() -> None:
     """Entry point of the command ``groupwise``."""
+    if sys.platform == "win32":
+        typer.echo("groupwise: Windows is not supported: run it in WSL, the Windows Subsystem for Linux", err=True)
+        raise SystemExit(2)
     for stream in (sys.stdout, sys.stderr):
         # A terminal in a narrow encoding shows a replacement instead of stopping a run over one character.
         if hasattr(stream, "reconfigure"):

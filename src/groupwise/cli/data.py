@@ -35,7 +35,7 @@ def inspect(
     Examples:
       groupwise data inspect table.csv data.prompt_column=task data.answer_column=result
       groupwise data inspect gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --json
-      groupwise data inspect arithmetic rollout.tools=[calculator]
+      groupwise data inspect arithmetic 'rollout.tools=[calculator]'
     """
     from groupwise.cli.show import print_json
     from groupwise.config import load_config

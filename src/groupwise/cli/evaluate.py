@@ -66,7 +66,7 @@ def evaluate(
     Examples:
       groupwise eval smollm2-135m-instruct runs/quickstart-1 --out both.jsonl
       groupwise eval Qwen/Qwen2.5-0.5B-Instruct --data gsm8k:test evaluation.problems=null
-      groupwise eval my-model --data aime24 --samples 16 evaluation.modes=[sampled]
+      groupwise eval my-model --data aime24 --samples 16 'evaluation.modes=[sampled]'
       groupwise eval my-model --data gsm8k:test --shots 4 --num-processes 8
       groupwise eval my-model --data gsm8k:test --out mine.jsonl --resume
       groupwise eval Qwen/Qwen2.5-32B-Instruct --device-map auto 'model.max_memory={0: 20GiB, cpu: 100GiB}'

@@ -233,7 +233,7 @@ def refuse_untrainable(model: ModelConfig, stored: str = "none") -> None:
     if model.quantization != "none" and model.lora is None:
         raise ConfigError(
             f"model.quantization is {model.quantization} and model.lora is null, but weights stored in so few bits cannot be trained "
-            "themselves: add model.lora={rank: 16, alpha: 32}, or use model.quantization=none"
+            "themselves: add 'model.lora={rank: 16, alpha: 32}', or use model.quantization=none"
         )
     if stored == "none":
         return
@@ -249,7 +249,7 @@ def refuse_untrainable(model: ModelConfig, stored: str = "none") -> None:
     if model.lora is None:
         raise ConfigError(
             f"the weights of {model.name!r} are quantised ({stored}) and model.lora is null, but weights stored in so few bits cannot be "
-            "trained themselves: add model.lora={rank: 16, alpha: 32}, or name the model that it was made of"
+            "trained themselves: add 'model.lora={rank: 16, alpha: 32}', or name the model that it was made of"
         )
 
 
