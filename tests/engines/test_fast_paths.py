@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma3Config, GPT2Config, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, Qwen2Config
 from typer.testing import CliRunner
 
 from groupwise.cli import app
@@ -249,6 +249,16 @@ def test_what_is_kept_belongs_to_one_shape_dtype_and_version(own_cache, monkeypa
     monkeypatch.setattr(torch, "__version__", "2.99")
     keys.add(fast_paths._key(SHAPE, BF16, CPU))
     assert len(keys) == 4
+
+
+def test_where_a_model_lies_and_how_its_file_was_written_do_not_matter(tmp_path):
+    """A run that goes on loads its checkpoint, and not the base that it began with."""
+    configs = [SHAPE]
+    for name, dtype in (("base", torch.float32), ("checkpoints", BF16)):
+        AutoModelForCausalLM.from_config(SHAPE).to(dtype).save_pretrained(tmp_path / name)
+        configs.append(AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").config)
+    assert configs[1].to_dict()["_name_or_path"] != configs[2].to_dict()["_name_or_path"]
+    assert len({fast_paths._key(config, BF16, CPU) for config in configs}) == 1
 
 
 @needs_kernels

@@ -55,8 +55,10 @@ def test_a_signal_saves_and_the_run_carries_on(small_config, letters, quiet, tmp
     with pytest.raises(StoppedError, match="after step 2, which is saved") as caught:
         go(config, letters, quiet, tmp_path / "run", on_step=stop)
     assert caught.value.exit_code == 128 + number
+    began = RunFolder(tmp_path / "run").read_environment()["fast_paths_of"]
     go(config, letters, quiet, tmp_path / "run", resume=True)
     assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
+    assert RunFolder(tmp_path / "run").read_environment()["fast_paths_of"] == began, "nothing is timed anew"
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(small_config, letters, quiet, tmp_path):

@@ -476,10 +476,15 @@ def _small(
 
 # What is kept.
 
+_NO_SHAPE = ("dtype", "torch_dtype", "transformers_version")
+"""Of a config, with what begins with an underscore, such as the model's path: a run's checkpoint has others than its base. The
+dtype that is computed in, and the versions, are in the key by themselves."""
+
 
 def _key(config: Any, dtype: torch.dtype, device: torch.device) -> str:
     """A digest of all that the answer may depend on."""
-    shape = {name: value for name, value in config.to_dict().items() if isinstance(value, (int, float, str, bool))}
+    named = {name: value for name, value in config.to_dict().items() if not name.startswith("_") and name not in _NO_SHAPE}
+    shape = {name: value for name, value in named.items() if isinstance(value, (int, float, str, bool))}
     where = [device.type, build.processor()]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
