@@ -95,16 +95,15 @@ def _learning_flops(setup: Setup, forward: float) -> float:
 def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, devices: int = 1) -> float:
     """Seconds of one decode step of ``rows`` sequences that have ``length`` tokens of their own: it reads all weights once and the
     rows' cache, or computes, whichever takes longer. A base of few bits that is not merged is unpacked for each step. ``devices``: as
-    many divide both among them. Layers with a window read no further, but where the built-in engine masks instead: on CPUs in fp32.
-    On a GPU what lies between its kernels comes on top: of the way by Triton's, which is taken where they agree with the operations."""
+    many divide both among them. Layers with a window read no further. On a GPU what lies between its kernels comes on top: of the
+    way by Triton's, which is taken where they agree with the operations."""
     shape, s = setup.shape, setup.weight_bytes
     weights = shape.layers * shape.layer_matrices + shape.head
     groups = max(1, rows // setup.config.rollout.completions_per_prompt)
     unpacked = 2 * s * shape.layers * shape.layer_matrices if setup.quantised != "none" and not setup.by_builtin else 0
-    masked = setup.by_builtin and setup.device == "cpu" and s != 2
     in_8_bits = setup.device == "cpu" and setup.config.rollout.quantization == "8bit"
     read, seen = float((1 if in_8_bits else s) * weights + unpacked), 0.0
-    for window, layers in ({inf: shape.layers} if masked else shape.layers_by_window).items():
+    for window, layers in shape.layers_by_window.items():
         own = min(length, window)
         prompt = min(setup.prompt, window - own)
         read += shape.cached(s) * layers / shape.layers * (groups * prompt + rows * own)
