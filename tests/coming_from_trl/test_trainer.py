@@ -1263,11 +1263,25 @@ def test_weights_of_8_bits_are_refused_before_a_model_is_read(tiny_folder, promp
         with pytest.raises(ConfigError, match=sentence):
             GRPOTrainer(model, letters, settings(rollout_quantization="8bit"), prompts)
         monkeypatch.setattr("groupwise.trl.trainer.load_policy", lambda *_: pytest.fail("its weights are read"))
+    monkeypatch.setattr(decode, "why_not_in_8_bits", lambda device, dtype: None if dtype == torch.float32 else "not in bf16")
+    with pytest.raises(ConfigError, match=r"not in bf16\. Load the model in float32 \(bf16=False\), or leave it out"):
+        GRPOTrainer(load_tiny().bfloat16(), letters, settings(rollout_quantization="8bit"), prompts)
     with pytest.raises(ConfigError, match="but rollout_func samples, with weights of its own: leave it out"):
         GRPOTrainer("no-such-model", letters, settings(rollout_quantization="8bit"), prompts, rollout_func=lambda *_: {})
     bounded = settings(rollout_quantization="8bit", vllm_importance_sampling_clip_min=0.5)
     with pytest.raises(ConfigError, match=r"_clip_min=0\.5 is not honoured .* or weights are rounded: leave it out"):
         GRPOTrainer("no-such-model", letters, bounded, prompts)
+
+
+def test_weights_of_8_bits_are_refused_on_a_base_of_8_bits(tiny_folder, prompts, letters, settings):
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    from transformers import BitsAndBytesConfig
+
+    args, how = settings(rollout_quantization="8bit"), BitsAndBytesConfig(load_in_8bit=True)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match=r"rollout_quantization is '8bit', but .* in 8 bits already, .*\. Leave it out"):
+        GRPOTrainer(str(tiny_folder), letters, args, prompts, peft_config=config, quantization_config=how)
 
 
 @pytest.mark.parametrize(

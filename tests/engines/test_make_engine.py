@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,29 @@ def test_weights_of_8_bits_need_kernels_and_a_model_that_is_covered(tiny_llama, 
     monkeypatch.setattr("groupwise.models.decoder.why_unsupported", lambda model: "it is unheard of")
     with pytest.raises(ConfigError, match=r"cannot be sampled with weights of 8 bits: it is unheard of\. Set it to none"):
         make_engine(policy, rollout)
+
+
+def test_where_products_of_bf16_alone_are_missing_the_remedy_is_float32(tiny_llama, tokenizer, monkeypatch):
+    """As on processors with AVX-512 and without AVX512-BF16, where `dtype: auto` is bfloat16."""
+    if (why := decode.why_not_in_8_bits(torch.device("cpu"), torch.float32)) is not None:
+        pytest.skip(why)
+    packs = decode.native.packs
+    monkeypatch.setattr(decode.native, "packs", lambda like: like.dtype == torch.float32 and packs(like))
+    policy = Policy(tiny_llama().bfloat16(), tokenizer, (2,), 256, "some/model")
+    said = r"not for this processor, or were left out on it\. Set model\.dtype=float32, or rollout\.quantization to none"
+    with pytest.raises(ConfigError, match=said):
+        make_engine(policy, RolloutConfig(quantization="8bit"))
+    for dtype in ("bfloat16", "float32"):
+        config = load_config(None, ["rollout.quantization=8bit", f"model.dtype={dtype}", "model.device=cpu"])
+        with nullcontext() if dtype == "float32" else pytest.raises(ConfigError, match=said):
+            check_quantization(config, policy.model.config)
+
+
+def test_a_base_of_8_bits_is_not_rounded_to_8_bits_once_more(tiny_llama):
+    """Its steps are those of the sampler's rounding: an adapter's changes, which are smaller, would be gone."""
+    changed = ["rollout.quantization=8bit", "model.quantization=8bit", "model.lora={rank: 4}", "model.device=cpu"]
+    with pytest.raises(ConfigError, match=r"its base is in 8 bits already, .*\. Set it to none"):
+        check_quantization(load_config(None, changed), tiny_llama().config)
 
 
 @pytest.mark.parametrize(

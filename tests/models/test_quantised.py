@@ -9,8 +9,10 @@ import torch
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from groupwise.config.schema import Config, LoraConfig, ModelConfig
+from groupwise.config.schema import Config, LoraConfig, ModelConfig, RolloutConfig
 from groupwise.engines import SamplingSettings, make_engine
+from groupwise.engines.builtin.decode import why_not_in_8_bits
+from groupwise.errors import ConfigError
 from groupwise.memory import own_memory
 from groupwise.models.adapters import attach, base_module, merged, peft_config_of
 from groupwise.models.decoder import MergedDecoder
@@ -120,6 +122,15 @@ def test_embeddings_head_and_norms_stay_whole_and_the_rest_is_quantised(tiny_qwe
     model = in_few_bits(tiny_qwen2(), kind, tmp_path)
     assert len(quantised_layers(model)) == 2 * 7
     assert {p.dtype for n, p in model.named_parameters() if "proj.weight" not in n} == {torch.float32}
+
+
+def test_sampling_with_weights_of_8_bits_is_for_a_base_that_is_not(tiny_llama, tmp_path):
+    policy = adapted(in_few_bits(tiny_llama(), "8bit", tmp_path))
+    for engine in ("auto", "builtin"):
+        with pytest.raises(ConfigError, match=r"its base is in 8 bits already, .*\. Set it to none"):
+            make_engine(policy, RolloutConfig(quantization="8bit", engine=engine))
+    if why_not_in_8_bits(torch.device("cpu"), torch.float32) is None:
+        assert make_engine(adapted(in_few_bits(tiny_llama(), "4bit", tmp_path)), RolloutConfig(quantization="8bit"))
 
 
 @KINDS

@@ -267,9 +267,10 @@ class RolloutConfig(Section):
     max_concurrent_sequences: int = Field(default=256, ge=1)
     """Sequences decoded at once. It bounds the KV cache; samples change by rounding alone."""
     quantization: Literal["none", "8bit"] = "none"
-    """`8bit`: sample with weights rounded to 8 bits, by the built-in engine on CPUs. Tokens come 1.1 to 2.8 times as fast where the
-    processor has AMX, VNNI or AVX2, from a policy that differs a little, for which `algorithm.correction` weighs them. Learning and
-    evaluation keep the weights as they are."""
+    """`8bit`: sample with weights rounded to 8 bits, by the built-in engine on CPUs. Tokens come 1.1 to 2.8 times as fast (in
+    bfloat16 where the processor has AMX or AVX512-BF16, in float32 with AVX2 or VNNI), from a policy that differs a little, for
+    which `algorithm.correction` weighs them. Learning and evaluation keep the weights as they are. Not on a base of
+    `model.quantization=8bit`."""
     tools: list[str] = Field(default=[])
     """What the policy may call in the middle of a completion: `calculator`, `python` (in a sandbox), or typed functions of your own,
     `my_tools.py:search`. Their results count in `max_completion_tokens` and are not trained."""

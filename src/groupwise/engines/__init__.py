@@ -34,14 +34,15 @@ def check_quantization(config: Config, hf_config: Any) -> None:
         return
     import torch
 
-    from groupwise.engines.builtin.decode import why_not_in_8_bits
     from groupwise.models.devices import with_dtype
     from groupwise.models.families import why_uncovered
     from groupwise.models.load import resolve_device
 
-    dtype = getattr(torch, with_dtype(config.model).dtype)
-    if (reason := why_uncovered(hf_config) or why_not_in_8_bits(resolve_device(config.model.device), dtype)) is not None:
-        raise _no_8_bits(config.model.name, reason)
+    name = config.model.name
+    reason = _SAME_STEPS if config.model.quantization == "8bit" else why_uncovered(hf_config)
+    if reason is not None:
+        raise _no_8_bits(name, reason)
+    _check_products(name, resolve_device(config.model.device), getattr(torch, with_dtype(config.model).dtype))
 
 
 def _your_engine(spec: str) -> type[Engine]:
@@ -79,7 +80,9 @@ def make_engine(
         from groupwise.engines.vllm.engine import open_vllm_engine
 
         return open_vllm_engine(policy, rollout, world, collect)
-    from groupwise.engines.builtin.decode import rearranging_helps, why_not_in_8_bits
+    import torch
+
+    from groupwise.engines.builtin.decode import rearranging_helps
     from groupwise.engines.builtin.engine import BuiltinEngine
     from groupwise.engines.transformers import TransformersEngine
     from groupwise.models.adapters import base_module, is_adapted
@@ -96,6 +99,8 @@ def make_engine(
             f"rollout.engine is builtin, which does not cover {policy.name} ({reason}): use rollout.engine=transformers or auto"
         )
     in_8_bits = rollout.quantization != "none"
+    if in_8_bits and any(layer.weight.dtype == torch.int8 for layer in quantised_layers(policy.model)):
+        reason = _SAME_STEPS
     if in_8_bits and reason is not None:
         raise _no_8_bits(policy.name, reason)
     if rollout.engine == "transformers" or reason is not None:
@@ -114,12 +119,26 @@ def make_engine(
         if isinstance(own, MergedDecoder) and scorer is None:  # else the model's module learns
             own.store_in_16_bits()
         scorer = own
-    if in_8_bits and (reason := why_not_in_8_bits(scorer.device, scorer.dtype)) is not None:
-        raise _no_8_bits(policy.name, reason)
+    if in_8_bits:
+        _check_products(policy.name, scorer.device, scorer.dtype)
     return BuiltinEngine(scorer, policy.tokenizer, policy.end_token_ids, max_rows=rollout.max_concurrent_sequences)
 
 
-def _no_8_bits(name: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"rollout.quantization is 8bit, but {name} cannot be sampled with weights of 8 bits: {reason}. Set it to none"
-    )
+_SAME_STEPS = "its base is in 8 bits already, and rounding to the same steps would take away what an adapter changes"
+
+
+def _check_products(name: str, device: Any, dtype: Any) -> None:
+    """Raise ConfigError where a model of ``dtype`` on ``device`` cannot be sampled with weights of 8 bits. On some processors it can
+    in fp32 alone."""
+    import torch
+
+    from groupwise.engines.builtin.decode import why_not_in_8_bits
+
+    if (reason := why_not_in_8_bits(device, dtype)) is None:
+        return
+    in_fp32 = why_not_in_8_bits(device, torch.float32) is None
+    raise _no_8_bits(name, reason, "Set model.dtype=float32, or rollout.quantization to none" if in_fp32 else "Set it to none")
+
+
+def _no_8_bits(name: str, reason: str, remedy: str = "Set it to none") -> ConfigError:
+    return ConfigError(f"rollout.quantization is 8bit, but {name} cannot be sampled with weights of 8 bits: {reason}. {remedy}")

@@ -345,12 +345,16 @@ def _in_trl_s_words() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        said, own = str(error), "rollout.quantization is 8bit"
-        if own not in said:
+        said = str(error)
+        if "rollout.quantization is 8bit" not in said:
             raise
-        raise ArgumentError(
-            said.replace(own, "rollout_quantization is '8bit'").replace("Set it to none", "Leave it out")
-        ) from error
+        for own, theirs in (
+            ("rollout.quantization is 8bit", "rollout_quantization is '8bit'"),
+            ("Set it to none", "Leave it out"),
+            ("Set model.dtype=float32, or rollout.quantization to none", "Load the model in float32 (bf16=False), or leave it out"),
+        ):
+            said = said.replace(own, theirs)
+        raise ArgumentError(said) from error
 
 
 def make_policy(
