@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from groupwise.config.schema import ModelConfig
+from groupwise.config.schema import ModelConfig, RolloutConfig
+from groupwise.engines import make_engine
+from groupwise.engines.transformers import TransformersEngine
 from groupwise.models import attention, blocked_attention, packing
 from groupwise.models.attention import attend_by_library, plan_rectangles
 from groupwise.models.blocked_attention import BlockedPlan, attend, attend_backward, plan_blocks
-from groupwise.models.decoder import Decoder, why_unsupported
+from groupwise.models.decoder import Decoder, why_not_lean, why_unsupported
 from groupwise.models.load import Policy, save_model
+from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.scorer import make_scorer
 from groupwise.training.reference import Reference
 
@@ -306,6 +309,21 @@ def test_a_class_of_its_own_is_not_taken_for_the_one_whose_type_it_bears(tiny_ll
     model = tiny_llama()
     model.__class__ = type("Louder", (type(model),), {"__module__": "mine"})
     assert why_unsupported(model) == "a class of its own, Louder"
+
+
+def test_weights_of_several_dtypes_are_left_to_the_module(tiny_gemma3: Callable[..., Any]) -> None:
+    """Kernels read all as what the embedding is. Gemma's own norms compute in fp32, whatever their weights are."""
+    model = tiny_gemma3().bfloat16()
+    assert why_unsupported(model) is None
+    assert why_not_lean(model) is None
+    for part in (model.model.norm, model.lm_head, model.model.layers[1].input_layernorm, model.model.layers[1].mlp.down_proj):
+        part.float()
+        assert why_unsupported(model) == why_not_lean(model) == "weights of several dtypes"
+        part.bfloat16()
+    model.model.norm.float()
+    policy = Policy(model, None, (2,), 256, "tiny")
+    assert isinstance(make_scorer(policy, ModelConfig()), ModuleScorer)
+    assert isinstance(make_engine(policy, RolloutConfig()), TransformersEngine)
 
 
 @pytest.mark.parametrize("window", [2, 6, 30, 1000])

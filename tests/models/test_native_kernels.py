@@ -699,6 +699,12 @@ def test_layers_in_one_call_give_the_numbers_of_many(family, kv_heads, in_8_bits
 
 
 @needs_kernels
+def test_a_norm_whose_weight_is_of_another_dtype_is_not_computed():
+    with pytest.raises(AssertionError, match=r"for torch\.bfloat16 was given weights of torch\.float32"):
+        calls.add_norm(random(BF16, 2, 64), None, random(FP32, 64), 1e-6)
+
+
+@needs_kernels
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_gemma3"])
 def test_what_rows_are_given_between_turns_is_kept_by_kernels_as_by_operations(family, request, monkeypatch):
     """Sampling log-probabilities of whole rows, in bf16, against the fp32 model's; half of the answers come late."""

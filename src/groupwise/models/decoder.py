@@ -48,6 +48,10 @@ def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
             return f"a class of its own, {type(part).__name__}"
     if not any_layers and any(type(m).__name__ != "Linear" for m in model.modules() if hasattr(m, "in_features")):
         return "adapters or quantised layers"
+    # Not of adapters and quantised layers, whose numbers become the embedding's as they are merged.
+    plain = [m for name, m in model.named_modules() if "lora_" not in name and not is_quantised(m)]
+    if len({parameter.dtype for module in plain for parameter in module.parameters(recurse=False)}) > 1:
+        return "weights of several dtypes"
     return None
 
 

@@ -160,6 +160,7 @@ def _addresses(*tensors: Tensor) -> list[int]:
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """Add ``y`` to ``x`` ``[B, D]`` in place, and return ``rms_norm(x, weight)``."""
+    assert weight.dtype == x.dtype, f"a kernel for {x.dtype} was given weights of {weight.dtype}"
     out = torch.empty_like(x)
     added = None if y is None else y.data_ptr()
     _function("gw_add_norm", x)(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), *x.shape, epsilon, offset)
