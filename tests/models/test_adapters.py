@@ -15,12 +15,15 @@ from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config, LoraConfig
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.builtin import decode
-from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.engines.builtin.engine import BuiltinEngine, takes_native
 from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ModelError
+from groupwise.models import merging
 from groupwise.models.adapters import attach, base_module, is_adapted, load_trained, peft_config_of, why_not_mergeable
+from groupwise.models.decoder import Decoder, MergedDecoder
 from groupwise.models.load import Policy, save_model
 from groupwise.models.merging import added_up, dithered
+from groupwise.models.native import calls as native
 from groupwise.models.quantised import store_in_16_bits
 from groupwise.models.scorer import make_reference, make_scorer
 from groupwise.training.learner import BatchPass, Learner
@@ -464,6 +467,14 @@ def test_a_model_that_nothing_trains_takes_16_bits_a_weight_where_its_numbers_ar
     assert {p.dtype for n, p in fused.model.named_parameters()} == {torch.float32}
     stored = {n for n, p in policy.model.named_parameters() if p.dtype == torch.bfloat16}
     assert stored == (set() if letters else {n for n, _ in model.named_parameters() if "proj.weight" in n})
+
+
+@pytest.mark.parametrize("inner", [96, 100])
+def test_whether_kernels_take_an_adapted_model_is_known_without_merging_it(tiny_llama, monkeypatch, inner):
+    model = tiny_llama(head_dim=32, intermediate_size=inner)
+    decoder = MergedDecoder(adapted(copy.deepcopy(model)).model)
+    monkeypatch.setattr(merging, "merged_weight", lambda *_, **__: pytest.fail("a weight is merged"))
+    assert takes_native(decoder) == takes_native(Decoder(model)) == native.fits(decoder.embedding, inner)
 
 
 def test_weights_that_are_not_rearranged_are_sampled_from_as_they_are(tiny_llama, monkeypatch):

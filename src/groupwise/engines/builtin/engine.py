@@ -293,8 +293,8 @@ class BuiltinEngine(Engine):
 
 def takes_native(decoder: Decoder) -> bool:
     """Whether decode steps of this model go through the native kernels."""
-    layer, half_head = decoder.layers[0], decoder.shape.head_width / 2
-    return half_head % LANES == 0 and fits(decoder.embedding, decoder.embedding.shape[1], layer.down.shape[1])
+    widths = decoder.embedding.shape[1], decoder.module.config.intermediate_size
+    return decoder.shape.head_width / 2 % LANES == 0 and fits(decoder.embedding, *widths)
 
 
 class _Batch:
