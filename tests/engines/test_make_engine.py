@@ -172,6 +172,7 @@ def test_where_products_of_bf16_alone_are_missing_the_remedy_is_float32(tiny_lla
     if (why := decode.why_not_in_8_bits(torch.device("cpu"), torch.float32)) is not None:
         pytest.skip(why)
     packs = decode.native.packs
+    monkeypatch.setattr("groupwise.engines.builtin.fast_paths.check_fast_paths", lambda *_: [])  # a clock might leave them out
     monkeypatch.setattr(decode.native, "packs", lambda like: like.dtype == torch.float32 and packs(like))
     policy = Policy(tiny_llama().bfloat16(), tokenizer, (2,), 256, "some/model")
     said = r"not for this processor, or were left out on it\. Set model\.dtype=float32, or rollout\.quantization to none"
