@@ -129,6 +129,12 @@ def test_nothing_of_a_former_preset_stays_behind():
     assert config == AlgorithmConfig()
 
 
+def test_another_divergence_brings_its_own_threshold():
+    for divergence, limit in (("tv", 0.15), ("kl", 0.05)):
+        assert AlgorithmConfig(preset="dppo", loss={"divergence": divergence}).loss.limit == limit
+    assert AlgorithmConfig(preset="dppo", loss={"divergence": "kl", "threshold": 0.3}).loss.limit == 0.3
+
+
 def test_an_explicit_default_wins_over_the_preset():
     assert AlgorithmConfig(preset="dapo", kl={"beta": 0.04}).beta == 0.04
     assert AlgorithmConfig(preset="dapo", loss={"epsilon_high": None}).loss.epsilon_high is None

@@ -194,7 +194,7 @@ PRESETS: Mapping[str, Preset] = {
         summary="Leaves out a token by how far its probability has moved, not by its ratio, which cuts unlikely tokens too early.",
         values={
             "advantage": {"type": "group", "baseline": "group_mean", "scale": "group_std"},
-            "loss": {"type": "dppo", "divergence": "tv", "threshold": 0.15, "aggregation": "token_mean"},
+            "loss": {"type": "dppo", "divergence": "tv", "aggregation": "token_mean"},
             "kl": None,
         },
         beyond="The paper measures from the policy that sampled; here it is the one before the batch's first update, as everywhere.",
