@@ -189,6 +189,13 @@ def test_a_correction_beside_a_ratio_to_the_sampler_is_refused():
     build_config({**stale, "rollout": {"ahead": 1, "engine": "vllm"}})  # the correction that follows the engine was not asked for
 
 
+def test_a_correction_of_samples_that_are_not_to_be_weighted_is_refused():
+    stale, correction = {"rollout": {"ahead": 1}}, {"correction": {"level": "token"}}
+    with pytest.raises(ConfigError, match=r"correction is set, but algorithm.stale_samples is uncorrected, which weighs no"):
+        build_config({**stale, "algorithm": {**correction, "stale_samples": "uncorrected"}})
+    assert build_config({**stale, "algorithm": correction}).correction_level == "token"
+
+
 def test_columns_of_a_held_out_source_act_beside_the_generator():
     data = {"data": {"prompt_column": "q", "eval_source": "rows.jsonl"}}
     assert build_config(data).data.prompt_column == "q"

@@ -180,6 +180,15 @@ def test_samples_of_rounded_weights_are_corrected_for_and_say_nothing_of_the_pol
             load_config(None, ["rollout.quantization=8bit", f"rollout.engine={engine}"])
 
 
+@pytest.mark.parametrize("sampler", ["engine=auto", "engine=vllm", "engine=mine.py:Mine", "quantization=8bit"])
+def test_nothing_is_weighted_where_samples_are_to_stay_uncorrected(sampler):
+    sampler = f"rollout.{sampler}"
+    config = load_config(None, [sampler, "rollout.ahead=1", "algorithm.stale_samples=uncorrected"])
+    assert (config.correction_level, config.algorithm.correction) == ("none", None)
+    assert build_config(yaml.safe_load(dump_config(config))) == config
+    assert load_config(None, [sampler, "rollout.ahead=1"]).correction_level == "token"
+
+
 def test_rounded_weights_are_for_training_alone():
     """What is judged is the policy."""
     config = load_config(None, ["rollout.quantization=8bit"])

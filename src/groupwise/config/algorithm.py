@@ -147,7 +147,7 @@ class AlgorithmConfig(Section):
     stale_samples: Literal["decoupled", "behaviour", "uncorrected"] = "decoupled"
     """With `rollout.ahead`, what corrects for age. `decoupled`: ratio and clip are against the weights before the batch's first
     update, and each token is weighted as by `algorithm.correction` (arXiv 2110.00641). `behaviour`: they are against the
-    sampler (arXiv 2410.18252). `uncorrected`: as if the samples were fresh."""
+    sampler (arXiv 2410.18252). `uncorrected`: no token is weighted, whatever sampled it."""
     advantage: AdvantageConfig = GroupAdvantage()
     """How rewards become advantages. `group`: compared with other completions. `gae`: with a learned value of every token's state (PPO).
     `maxrl` and `gdpo`: published variants of `group`. Or a function of your own."""

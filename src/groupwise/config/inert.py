@@ -66,9 +66,10 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     if config.rollout.ahead == 0:
         newest = "rollout.ahead is 0, so every batch is sampled by the newest weights"
         yield "algorithm", ("stale_samples",), newest, "set rollout.ahead"
-    if config.clips_against_the_sampler:
-        ratio = "algorithm.stale_samples is behaviour, which has the sampler in its ratio already"
-        yield "algorithm", ("correction",), ratio, "set stale_samples to decoupled"
+    if config.weighs_nothing:
+        does = "has the sampler in its ratio already" if config.clips_against_the_sampler else "weighs no sample"
+        stale = f"algorithm.stale_samples is {algorithm.stale_samples}, which {does}"
+        yield "algorithm", ("correction",), stale, "set stale_samples to decoupled"
     if config.optimizer.schedule == "constant":
         yield "optimizer", ("final_fraction",), "optimizer.schedule is constant", "set schedule to linear or cosine"
     own = isinstance(algorithm.loss, OwnLoss)  # which may need a reference without algorithm.kl

@@ -606,6 +606,11 @@ class Config(Section):
         return self.rollout.ahead > 0 and self.algorithm.stale_samples == "behaviour"
 
     @property
+    def weighs_nothing(self) -> bool:
+        """Whether ``stale_samples`` leaves ``correction`` nothing to do: the ratio has the sampler in it, or age is not corrected."""
+        return self.rollout.ahead > 0 and self.algorithm.stale_samples != "decoupled"
+
+    @property
     def samples_are_the_policys(self) -> bool:
         """Whether the sampler's log-probabilities are the policy's own, up to rounding: the same weights, and nothing cut off."""
         rollout = self.rollout
@@ -614,19 +619,17 @@ class Config(Section):
     @property
     def correction_level(self) -> str:
         """What is weighted by pi_old / pi_sampler: ``token``, ``sequence`` or ``none``. Stale samples are, unless the config objects."""
-        chosen = "none" if self.algorithm.correction is None else self.algorithm.correction.level
-        if self.rollout.ahead == 0 or self.algorithm.stale_samples == "uncorrected":
-            return chosen
-        if self.algorithm.stale_samples == "behaviour":
+        if self.weighs_nothing:
             return "none"
-        return "token" if chosen == "none" else chosen
+        unset = "token" if self.rollout.ahead else "none"
+        return unset if self.algorithm.correction is None else self.algorithm.correction.level
 
     @model_validator(mode="after")
     def follow_engine(self) -> Config:
         """Another program's numbers are corrected for, and rounded weights', unless something else was said; written past validation, as
         not set."""
         if "correction" not in self.algorithm.model_fields_set:
-            needless = self.rollout.engine_reads_the_policy or self.clips_against_the_sampler
+            needless = self.rollout.engine_reads_the_policy or self.weighs_nothing
             correction = None if needless else CorrectionConfig()
             self.__dict__["algorithm"] = self.algorithm.model_copy(update={"correction": correction})
             self.algorithm.model_fields_set.discard("correction")
