@@ -1545,6 +1545,23 @@ def test_a_loss_of_the_script_s_own_by_its_place(tiny_folder, prompts, letters, 
         GRPOTrainer(str(tiny_folder), letters, settings(loss_type=f"{tmp_path}/my_loss.py:nowhere"), prompts)
 
 
+def test_a_term_of_one_s_own_loss_needs_no_advantage(tiny_folder, prompts, settings, tmp_path):
+    (tmp_path / "my_loss.py").write_text(
+        "from groupwise.algorithm import LossOutputs, needs\n"
+        "@needs('entropy')\n"
+        "def loss(inputs):\n"
+        "    return LossOutputs(-inputs.advantages_T * inputs.logprobs_T - inputs.entropy_T)\n"
+    )
+
+    def alike(completions, **_):
+        return [1.0] * len(completions)
+
+    trainer = GRPOTrainer(str(tiny_folder), alike, settings(loss_type=f"{tmp_path}/my_loss.py:loss"), prompts)
+    before = weights(trainer)
+    trainer.train()
+    assert not same(before, weights(trainer))
+
+
 def test_an_advantage_of_the_script_s_own_with_its_settings(tiny_folder, prompts, letters, settings, tmp_path):
     """Written by hand it is TRL's; it is told each function's scores and completions' lengths, and what it measures is logged."""
     (tmp_path / "my_advantage.py").write_text(

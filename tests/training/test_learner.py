@@ -57,6 +57,35 @@ def test_the_gradient_is_the_slow_loop_s(model):
         assert found == pytest.approx(slow_advantages(rewards), abs=1e-12)
 
 
+TERMS = """
+from groupwise.algorithm import LossOutputs, needs
+
+def plain(inputs):
+    return LossOutputs(-inputs.advantages_T * inputs.logprobs_T)
+
+@needs("entropy")
+def entropy(inputs):
+    return LossOutputs(plain(inputs).loss_T - inputs.entropy_T)
+
+@needs("reference")
+def reference(inputs):
+    return LossOutputs(plain(inputs).loss_T + inputs.logprobs_T - inputs.reference_logprobs_T)
+"""
+
+
+@pytest.mark.parametrize("term", ["plain", "entropy", "reference"])
+def test_a_term_without_an_advantage_has_groups_without_variance_too(tiny_llama, tmp_path, term):
+    (tmp_path / "terms.py").write_text(TERMS, encoding="utf-8")
+    config = config_of(algorithm={"loss": {"type": f"{tmp_path / 'terms.py'}:{term}"}})
+    learner, before = learner_of(tiny_llama(seed=3), config)
+    groups = make_groups(before, [[1.0, 1.0], [0.0, 0.0]])
+    _, metrics = learner.learn(groups)
+    assert learner.updates == (term != "plain")
+    if term != "plain":
+        assert metrics["speed/learnt_tokens"].value == sum(len(c.token_ids) for g in groups for c in g.completions)
+        assert metrics["optimizer/grad_norm"].value > 0
+
+
 def test_temperature_is_part_of_the_logprobs_that_are_trained(tiny_llama):
     learner, before = learner_of(tiny_llama(), config_of(rollout={"temperature": 0.7}))
     groups = make_groups(before, REWARDS, temperature=0.7)

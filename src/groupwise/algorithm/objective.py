@@ -96,6 +96,11 @@ class Objective:
         return "entropy" in needs_of(self.loss)
 
     @property
+    def loss_concerns_all(self) -> bool:
+        """Whether the loss may have terms without an advantage, which completions with an advantage of 0 have too."""
+        return bool(needs_of(self.loss) & {"entropy", "reference"})
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.kl is None or self.kl.placement == "loss"
 

@@ -607,7 +607,7 @@ class Config(Section):
 
     @property
     def weighs_nothing(self) -> bool:
-        """Whether ``stale_samples`` leaves ``correction`` nothing to do: the ratio has the sampler in it, or age is not corrected."""
+        """Whether ``stale_samples`` leaves ``correction`` nothing to do: the sampler is in the ratio, or of no account."""
         return self.rollout.ahead > 0 and self.algorithm.stale_samples != "decoupled"
 
     @property

@@ -121,8 +121,8 @@ class Learner:
         """``updates_per_batch`` optimiser steps on ``groups``. Returns the advantages, by group, and metrics.
 
         Advantages and denominators are those of all ``groups``. Groups whose advantages are all 0 (under a group baseline: those
-        without variance) then take no part in the passes, unless the config wants their KL or a value learns from them. A batch that
-        has nothing to teach makes no optimiser step.
+        without variance) then take no part in the passes, unless the config wants their KL, a value learns from them, or the loss
+        may have terms without an advantage. A batch that has nothing to teach makes no optimiser step.
 
         ``step``: which of the run's it is, from 0; by itself the one after the last. The learning rate's schedule goes by it.
 
@@ -385,12 +385,13 @@ class Learner:
         """The completions that the loss is about, and those that are only scored, since their KL is part of the reward that the others are
         compared with. ``known``: the advantages, where they are known before any pass.
 
-        Groups without variance still matter to some uses of entropy, and to a KL in the loss if the config says so."""
+        Groups without variance still matter to some uses of entropy, to a loss of the user's with such terms, and to a KL in the
+        loss if the config says so."""
         kl, counted = self.config.algorithm.kl, self._counted(groups)
         if known is None:
             return counted, [] if self.critic else sorted(set(everyone(groups)).difference(counted))
         kl_on_all = self.objective.needs_reference and not (kl is None or kl.skip_zero_variance)
-        if kl_on_all or self.entropy.concerns_all(groups):
+        if kl_on_all or self.objective.loss_concerns_all or self.entropy.concerns_all(groups):
             return counted, []
         teaching = known.teaching
         return [(g, m) for g, m in counted if g in teaching], []

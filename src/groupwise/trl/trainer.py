@@ -485,7 +485,7 @@ class GRPOTrainer(Outputs):
         no other effect is left out."""
         args, members, sampled, units = self.args, generation.members, generation.sampled, self.world.size
         lengths = [0 if args.mask_truncated_completions and was_cut(c) else c.sampled_tokens for c in sampled]
-        all_count = args.beta > 0 or self.entropy.acts
+        all_count = args.beta > 0 or self.entropy.acts or self.learner.objective.loss_concerns_all
         taught = [bool(n) and (all_count or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
         weights = torch.zeros(len(sampled))
         unit_of: dict[Member, int] = {}
