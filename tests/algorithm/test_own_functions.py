@@ -1,5 +1,6 @@
 """Losses and advantages of the user's own: by name, by place, in a config, and what is refused before anything is loaded."""
 
+import math
 import re
 import textwrap
 
@@ -181,11 +182,27 @@ def test_reading_a_config_runs_none_of_its_code(tmp_path):
         (AdvantageOutputs([1.0, 2.0]), "the advantage returned a list as advantages_N"),
         (AdvantageOutputs(advantages_T=torch.zeros(1)), "shape (1,) as advantages_T"),
         (AdvantageOutputs(), "neither advantages_N nor advantages_T"),
+        (AdvantageOutputs(torch.tensor([1.0, math.nan])), "nan in advantages_N for completion 1 of the step, whose reward is 0"),
+        (AdvantageOutputs(advantages_T=torch.tensor([math.inf, 0.0])), "inf in advantages_T for completion 0 of the step"),
+        (AdvantageOutputs(torch.ones(2), returns_T=torch.tensor([0.0, -math.inf])), "-inf in returns_T for completion 1"),
+        (AdvantageOutputs(torch.ones(2), metrics={"x": 0.3}), "a float as metric 'x', but a metric must know"),
     ],
 )  # fmt: skip
 def test_what_an_advantage_may_not_return(found, sentence):
     with pytest.raises(TrainingError, match=re.escape(sentence)):
         Objective(advantage=lambda inputs: found).advantages(inputs_of([[1.0, 0.0]]))
+
+
+def test_a_value_that_is_not_finite_is_no_fault_of_the_advantage():
+    """The update is dropped, and counted."""
+
+    @needs("values")
+    def surprise(inputs):
+        rewards_T = inputs.rewards_N[inputs.sequence_T]
+        return AdvantageOutputs(advantages_T=rewards_T - inputs.values_T, returns_T=rewards_T)
+
+    found = Objective(advantage=surprise).advantages(inputs_of([[1.0, 0.0]], values=[[[math.nan], [0.5]]]))
+    assert found.advantages_T[0].isnan()
 
 
 def test_an_advantage_with_values_returns_what_they_should_have_been():
@@ -206,6 +223,7 @@ def test_an_advantage_with_values_returns_what_they_should_have_been():
             LossOutputs(torch.zeros(3), ratio_T=torch.ones(2)),
             "shape (2,) as ratio_T, but it must return one number for each of the 3",
         ),
+        (LossOutputs(torch.zeros(3), metrics={"x": 0.3}), "the loss returned a float as metric 'x', but a metric must know how"),
     ],
 )
 def test_what_a_loss_may_not_return(found, sentence):

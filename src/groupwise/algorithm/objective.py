@@ -6,6 +6,7 @@ Axes: N completions in the micro-batch (whole ones), T their sampled tokens, fla
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -124,11 +125,13 @@ class Objective:
         return."""
         outputs = self.advantage(inputs)
         _check_type(outputs, AdvantageOutputs, "advantage", "AdvantageOutputs(advantages_N=...)")
+        _check_metrics(outputs.metrics, "advantage")
         completions, tokens = len(inputs.rewards_N), len(inputs.sequence_T)
         for name, count, each in (
             ("advantages_N", completions, "completions"), ("advantages_T", tokens, "tokens"), ("returns_T", tokens, "tokens"),
         ):  # fmt: skip
             _check_numbers(getattr(outputs, name), "advantage", name, count, each)
+            _check_finite(getattr(outputs, name), name, inputs)
         if outputs.advantages_N is None and outputs.advantages_T is None:
             raise TrainingError(
                 "the advantage returned neither advantages_N nor advantages_T, but there must be one: give a number for each completion, "
@@ -228,6 +231,7 @@ def _surrogate(
     clipped, all ``[T]``; and the loss function's own metrics."""
     outputs, about = objective.loss(inputs), (inputs.sequence_T, inputs.completions)
     _check_type(outputs, LossOutputs, "loss", "LossOutputs(loss_T)")
+    _check_metrics(outputs.metrics, "loss")
     remedy = "leave sums and means to algorithm.loss.aggregation"
     for name in ("loss_T", "ratio_T", "clipped_T"):
         _check_numbers(getattr(outputs, name), "loss", name, len(inputs.logprobs_T), "tokens", remedy)
@@ -261,6 +265,29 @@ def _check_numbers(
         raise TrainingError(
             f"the {what} returned {got} as {name}, but it must return one number for each of the {count} {each}: {remedy}"
         )
+
+
+def _check_finite(numbers: Tensor | None, name: str, inputs: AdvantageInputs) -> None:
+    """Refuse what is not finite, unless what the advantage was given is not finite either: then a policy or a critic ran away,
+    which ends in an update that is dropped."""
+    given = (inputs.rewards_N, inputs.penalties_T, inputs.values_T)
+    if numbers is None or numbers.isfinite().all() or not all(x is None or bool(x.isfinite().all()) for x in given):
+        return
+    at = int((~numbers.isfinite()).nonzero()[0])
+    completion = at if name == "advantages_N" else int(inputs.sequence_T[at])
+    raise TrainingError(
+        f"the advantage returned {float(numbers[at])} in {name} for completion {completion} of the step, whose reward is "
+        f"{float(inputs.rewards_N[completion]):g}, but all numbers must be finite: look for a division by 0, and for scores of NaN"
+    )
+
+
+def _check_metrics(metrics: Mapping[str, object], what: str) -> None:
+    for name, number in metrics.items():
+        if not isinstance(number, Metric):
+            raise TrainingError(
+                f"the {what} returned a {type(number).__name__} as metric {name!r}, but a metric must know how it is reduced: wrap "
+                "it, as in groupwise.metrics.Mean.of([...])"
+            )
 
 
 @torch.no_grad()
