@@ -150,6 +150,17 @@ def test_closed_form_with_its_metrics():
     assert metrics["ratio"].count == 3
 
 
+def test_the_numbers_of_a_micro_batch_are_read_at_once(monkeypatch):
+    """Each read waits for all that a GPU was told to do."""
+    reads = []
+    for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, name=name, real=real: reads.append(name) or real(tensor))
+    _, metrics = policy_loss(Objective(kl=KL(0.1, importance="token")), **inputs())
+    assert reads == ["tolist"]
+    assert {"loss", "kl_corrected", "clip_low_min", "clip_high_max", "ratio_deviation_max"} <= set(metrics)
+
+
 def test_clip_shares_are_told_apart():
     lp = torch.tensor([0.5, -0.5, 0.5, -0.5]) - 2
     given = inputs(

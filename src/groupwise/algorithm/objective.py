@@ -6,7 +6,7 @@ Axes: N completions in the micro-batch (whole ones), T their sampled tokens, fla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -212,16 +212,15 @@ def policy_loss(
     )
     loss_T, ratio_T, clipped_T, more = _surrogate(objective, inputs, factor_T)
     loss = policy = (weights_T * loss_T).sum()
+    corrected_T: Tensor | None = None
     if kl_weight:
         assert reference_logprobs_T is not None
         kl = objective.kl or KL(beta)
         kl_T = kl_per_token(logprobs_T, reference_logprobs_T, kl.estimator)
         if kl.importance is not None:
-            kl_T = kl_T * _IMPORTANCE[kl.importance](logprobs_T, old_logprobs_T, sequence_T, completions)
-            more["kl_corrected"] = Mean(float(kl_T.detach().sum()), len(kl_T))
+            kl_T = corrected_T = kl_T * _IMPORTANCE[kl.importance](logprobs_T, old_logprobs_T, sequence_T, completions)
         loss = policy + kl_weight * (weights_T * kl_T).sum()
-    metrics = _metrics(loss, policy, inputs, ratio_T, clipped_T)
-    return loss, metrics | more | _clipped_by_completion(clipped_T, ratio_T, sequence_T, completions)
+    return loss, _metrics(loss, policy, inputs, ratio_T, clipped_T, corrected_T) | more
 
 
 def _surrogate(
@@ -277,7 +276,7 @@ def _check_finite(numbers: Tensor | None, name: str, inputs: AdvantageInputs) ->
     completion = at if name == "advantages_N" else int(inputs.sequence_T[at])
     raise TrainingError(
         f"the advantage returned {float(numbers[at])} in {name} for completion {completion} of the step, whose reward is "
-        f"{float(inputs.rewards_N[completion]):g}, but all numbers must be finite: look for a division by 0, and for scores of NaN"
+        f"{float(inputs.rewards_N[completion]):g}, but all numbers must be finite: look for a division by 0, or a score of NaN"
     )
 
 
@@ -285,38 +284,41 @@ def _check_metrics(metrics: Mapping[str, object], what: str) -> None:
     for name, number in metrics.items():
         if not isinstance(number, Metric):
             raise TrainingError(
-                f"the {what} returned a {type(number).__name__} as metric {name!r}, but a metric must know how it is reduced: wrap "
-                "it, as in groupwise.metrics.Mean.of([...])"
+                f"the {what} returned a {type(number).__name__} as metric {name!r}, but a metric must know how it is reduced: "
+                "wrap it, as in groupwise.metrics.Mean.of([...])"
             )
 
 
 @torch.no_grad()
-def _clipped_by_completion(clipped_T: Tensor, ratio_T: Tensor, sequence_T: Tensor, completions: int) -> dict[str, Metric]:
-    """The completion with the smallest share of tokens clipped from below, and the one with the largest clipped from above."""
-    if not completions:
-        return {}
-    low_N = segment_mean((clipped_T & (ratio_T < 1)).to(ratio_T.dtype), sequence_T, completions)
-    high_N = segment_mean((clipped_T & (ratio_T >= 1)).to(ratio_T.dtype), sequence_T, completions)
-    least, most = torch.stack([low_N.min(), high_N.max()]).tolist()
-    return {"clip_low_min": Min(least), "clip_high_max": Max(most)}
+def _metrics(
+    loss: Tensor, policy: Tensor, inputs: LossInputs, ratio_T: Tensor, clipped_T: Tensor, corrected_T: Tensor | None
+) -> dict[str, Metric]:
+    """Everything is stacked and read back at once, so that a GPU is waited for once. ``corrected_T``: the KL, where it is
+    weighted."""
+    logprobs_T, sequence_T, completions = inputs.logprobs_T, inputs.sequence_T, inputs.completions
+    tokens, reference_logprobs_T = logprobs_T.numel(), inputs.reference_logprobs_T
+    of_tokens_T = token_ratio(logprobs_T, inputs.old_logprobs_T, sequence_T, completions)
+    low_T, high_T = (clipped_T & side_T for side_T in (ratio_T < 1, ratio_T >= 1))
 
+    def mean(total: float) -> Mean:
+        return Mean(total, tokens)
 
-@torch.no_grad()
-def _metrics(loss: Tensor, policy: Tensor, inputs: LossInputs, ratio_T: Tensor, clipped_T: Tensor) -> dict[str, Metric]:
-    """Everything is stacked and read back at once, so that a GPU is waited for once here."""
-    logprobs_T, reference_logprobs_T, tokens = inputs.logprobs_T, inputs.reference_logprobs_T, inputs.logprobs_T.numel()
-    of_tokens_T = token_ratio(logprobs_T, inputs.old_logprobs_T, inputs.sequence_T, inputs.completions)
-    sums = {
-        "ratio": ratio_T.sum(),
-        "entropy": -(of_tokens_T * logprobs_T).sum(),
-        "clip_low": (clipped_T & (ratio_T < 1)).sum(),
-        "clip_high": (clipped_T & (ratio_T >= 1)).sum(),
+    numbers: dict[str, tuple[Callable[[float], Metric], Tensor]] = {
+        "loss": (Sum, loss),
+        "loss_policy": (Sum, policy),
+        "ratio": (mean, ratio_T.sum()),
+        "ratio_deviation_max": (Max, (ratio_T - 1).abs().max() if tokens else ratio_T.new_zeros(())),
+        "entropy": (mean, -(of_tokens_T * logprobs_T).sum()),
+        "clip_low": (mean, low_T.sum()),
+        "clip_high": (mean, high_T.sum()),
     }
+    if completions:
+        low_N, high_N = (segment_mean(x_T.to(logprobs_T.dtype), sequence_T, completions) for x_T in (low_T, high_T))
+        numbers |= {"clip_low_min": (Min, low_N.min()), "clip_high_max": (Max, high_N.max())}
     if reference_logprobs_T is not None:
-        sums["kl"] = kl_per_token(logprobs_T, reference_logprobs_T, "k3").sum()
-    deviation = (ratio_T - 1).abs().max() if tokens else ratio_T.new_zeros(())
-    read = torch.stack([x.to(logprobs_T.dtype) for x in (loss, policy, deviation, *sums.values())]).tolist()
-    metrics: dict[str, Metric] = {"loss": Sum(read[0]), "loss_policy": Sum(read[1]), "loss_kl": Sum(read[0] - read[1])}
-    metrics["ratio_deviation_max"] = Max(read[2])
-    metrics |= {name: Mean(total, tokens) for name, total in zip(sums, read[3:], strict=True)}
-    return metrics
+        numbers["kl"] = mean, kl_per_token(logprobs_T, reference_logprobs_T, "k3").sum()
+    if corrected_T is not None:
+        numbers["kl_corrected"] = mean, corrected_T.sum()
+    read = torch.stack([x.to(logprobs_T.dtype) for _, x in numbers.values()]).tolist()
+    metrics = {name: kind(x) for (name, (kind, _)), x in zip(numbers.items(), read, strict=True)}
+    return metrics | {"loss_kl": Sum(read[0] - read[1])}
