@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file
 from slow_grpo import config_of, distance, learner_of, make_groups, slow_advantages, slow_gradient, slow_logprobs, watch_gradients
 
+from groupwise.algorithm import Objective
 from groupwise.errors import StoppedError
 from groupwise.rewards import StepRewards
+from groupwise.training.advantages import StepAdvantages
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from groupwise.training.window import _group_of, _group_values
-from groupwise.types import StepScores, ToolCall, Turn
+from groupwise.types import Completion, StepScores, ToolCall, Turn
 
 FLAT = [[0.0] * 4] * 3
 
@@ -139,6 +141,17 @@ def test_the_kl_in_token_rewards_and_steps_add_up(tiny_llama):
     assert distance(both, summed) < 1e-5
     for a, b, c in zip(advantages, without, only, strict=True):
         assert a == pytest.approx([x + y for x, y in zip(b, c, strict=True)], abs=1e-6)
+
+
+def test_rewards_for_every_token_ask_once_which_were_sampled(tiny_llama, monkeypatch):
+    """Asked for each step, the time would grow with the square of a completion's length."""
+    (group,) = make_groups(tiny_llama(seed=3).double(), [[1.0, 0.0, 2.0]])
+    steps = tuple(tuple((t, float(t)) for t in range(len(c.token_ids))) for c in group.completions)
+    asked, sampled = [], Completion.sampled
+    monkeypatch.setattr(Completion, "sampled", property(lambda c: asked.append(c.sample) or sampled.fget(c)))
+    found = StepAdvantages.of([replace(group, process={"p": StepScores(1.0, steps)})], Objective())
+    assert found.inputs.steps["p"].end_K.tolist() == list(range(sum(map(len, steps))))
+    assert asked == [0, 1, 2] != [n for n, own in enumerate(steps) for _ in own]
 
 
 def test_a_run_learns_from_the_steps_of_a_function(small_config, quiet, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -107,6 +108,8 @@ def _steps(flat: Sequence[tuple[Group, int]], lengths_N: Tensor) -> dict[str, St
 
     One that ends within what the policy was given rewards what it had sampled before."""
     start, by_name = (lengths_N.cumsum(0) - lengths_N).tolist(), {}
+    # Up to each token of a completion, how many were sampled.
+    sampled = [list(accumulate(group.completions[i].sampled)) if group.process else [] for group, i in flat]
     for name in dict.fromkeys(name for group, _ in flat for name in group.process):
         given = [group.process.get(name) for group, _ in flat]
         rows = [
@@ -114,17 +117,11 @@ def _steps(flat: Sequence[tuple[Group, int]], lengths_N: Tensor) -> dict[str, St
             for n, ((_, i), scores) in enumerate(zip(flat, given, strict=True))
             for end, reward in (scores.steps[i] if scores is not None and scores.steps else ())
         ]
+        assert all(0 <= end < len(sampled[n]) for n, end, _ in rows), "a step ends with one of the completion's tokens"
         by_name[name] = StepRewards(
             torch.tensor([n for n, _, _ in rows], dtype=torch.long),
-            torch.tensor([start[n] + _last_sampled(*flat[n], end) for n, end, _ in rows], dtype=torch.long),
+            torch.tensor([start[n] + max(0, sampled[n][end] - 1) for n, end, _ in rows], dtype=torch.long),
             torch.tensor([reward for _, _, reward in rows], dtype=torch.float64),
             torch.tensor([0.0 if scores is None else scores.weight for scores in given], dtype=torch.float64),
         )
     return by_name
-
-
-def _last_sampled(group: Group, index: int, end: int) -> int:
-    """The place, among the sampled tokens of a completion, of the last one up to its token ``end``."""
-    sampled = group.completions[index].sampled
-    assert 0 <= end < len(sampled), "a step ends with one of the completion's tokens"
-    return max(0, sum(sampled[: end + 1]) - 1)
