@@ -193,6 +193,15 @@ def test_what_an_advantage_may_not_return(found, sentence):
         Objective(advantage=lambda inputs: found).advantages(inputs_of([[1.0, 0.0]]))
 
 
+def test_an_advantage_that_forgets_rewards_of_steps_is_told():
+    objective = Objective(advantage=lambda inputs: AdvantageOutputs(inputs.rewards_N))
+    with pytest.raises(TrainingError, match=r"did not read inputs\.steps, but steps rewarded steps.*weight of 0"):
+        objective.advantages(inputs_of([[1.0, 0.0]], steps=[[[(0, 1.0)], []]]))
+    objective.advantages(inputs_of([[1.0, 0.0]]))
+    watchful = Objective(advantage=lambda inputs: AdvantageOutputs(inputs.rewards_N + len(inputs.steps)))
+    watchful.advantages(inputs_of([[1.0, 0.0]], steps=[[[(0, 1.0)], []]]))
+
+
 def test_a_value_that_is_not_finite_is_no_fault_of_the_advantage():
     """The update is dropped, and counted."""
 

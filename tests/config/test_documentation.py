@@ -108,6 +108,10 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
             ["rewards.functions=[{function: accuracy, isolate: true}]", "rewards.timeout_s=null"],
             "rewards.functions[0] is isolated but has no time limit",
         ),
+        (
+            ["algorithm.advantage.type=mine.py:ranks", "kl.placement=token_reward"],
+            "acts only if mine.py:ranks takes inputs.penalties_T off",
+        ),
         (["training.steps=0"], "there is no GRPO step in this run"),
         (["evaluation.modes=[greedy]", "evaluation.samples=4"], "evaluation.samples=4 has no effect here"),
         (

@@ -6,14 +6,14 @@ Axes: N completions in the micro-batch (whole ones), T their sampled tokens, fla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from groupwise.algorithm.advantages import Advantage, AdvantageInputs, AdvantageOutputs, group_advantage
+from groupwise.algorithm.advantages import Advantage, AdvantageInputs, AdvantageOutputs, StepRewards, group_advantage
 from groupwise.algorithm.aggregate import BatchCounts, at_least_fp32, segment_mean, token_weights
 from groupwise.algorithm.correction import off_policy_mask
 from groupwise.algorithm.kl import kl_per_token
@@ -123,7 +123,13 @@ class Objective:
     def advantages(self, inputs: AdvantageInputs) -> AdvantageOutputs:
         """Advantages of all groups of the batch, before anything is left out. Raises TrainingError for what a user's function may not
         return."""
-        outputs = self.advantage(inputs)
+        steps = _Watched(inputs.steps)
+        outputs = self.advantage(replace(inputs, steps=steps))
+        if inputs.steps and not steps.read:
+            raise TrainingError(
+                f"the advantage did not read inputs.steps, but {', '.join(inputs.steps)} rewarded steps, which would teach "
+                "nothing: read them in the function, or give that reward a weight of 0"
+            )
         _check_type(outputs, AdvantageOutputs, "advantage", "AdvantageOutputs(advantages_N=...)")
         _check_metrics(outputs.metrics, "advantage")
         completions, tokens = len(inputs.rewards_N), len(inputs.sequence_T)
@@ -144,6 +150,25 @@ class Objective:
     def weights(self, lengths_N: Tensor, sequence_T: Tensor, counts: BatchCounts, dtype: torch.dtype = torch.float32) -> Tensor:
         """``token_weights`` with this objective's aggregation."""
         return token_weights(lengths_N, sequence_T, self.aggregation, counts, dtype)
+
+
+class _Watched(Mapping[str, StepRewards]):
+    """Rewards of steps that know whether anybody looked at them."""
+
+    def __init__(self, steps: Mapping[str, StepRewards]) -> None:
+        self._steps, self.read = steps, False
+
+    def __getitem__(self, name: str) -> StepRewards:
+        self.read = True
+        return self._steps[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self.read = True
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        self.read = True
+        return len(self._steps)
 
 
 def _keywords(section: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from groupwise.config.inert import chosen
-from groupwise.config.objective import GroupAdvantage
+from groupwise.config.objective import GroupAdvantage, OwnAdvantage
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.config.section import shown
 from groupwise.errors import ConfigError
@@ -96,6 +96,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             yield _without_effect("algorithm.value.clip", algorithm.value.clip, unmoved)
     if algorithm.kl is not None and algorithm.kl.placement == "loss" and algorithm.kl.estimator == "k1":
         yield "algorithm.kl.estimator=k1 in the loss pulls nowhere: its gradient averages to 0, while k3 and k2 pull to the reference."
+    if isinstance(algorithm.advantage, OwnAdvantage) and algorithm.kl is not None and algorithm.kl.placement == "token_reward":
+        yield (
+            f"algorithm.kl.placement=token_reward acts only if {algorithm.advantage.type} takes inputs.penalties_T off the "
+            "tokens' rewards: an advantage of your own is handed the KL of each."
+        )
     if algorithm.kl is not None and config.model.lora is not None and config.warm_start.steps:
         yield (
             "algorithm.kl pulls towards the model without its adapter, and so away from what warm_start teaches the adapter: set "
