@@ -363,6 +363,19 @@ def test_cispo_counts_what_it_holds_down_as_trl_does():
     assert found.loss(inputs).clipped_T.tolist() == [True, False, False]
 
 
+def test_what_delta_caps_is_not_counted_as_clipped():
+    import torch
+
+    from groupwise.algorithm import LossInputs
+    from groupwise.trl.parts import objective
+
+    found = objective(GRPOConfig("out", epsilon=0.2, delta=1.5))
+    ratios, advantages = torch.tensor([3.0, 3.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    outputs = found.loss(LossInputs(ratios.log(), torch.zeros(4), advantages, torch.arange(4), 4))
+    assert outputs.clipped_T.tolist() == [True, False, True, False]
+    assert outputs.loss_T.tolist() == pytest.approx([-1.2, 1.5, 0.8, -0.5])
+
+
 def test_drift_is_measured_from_what_sampled():
     """As in TRL with vLLM or a ``rollout_func``, and so with rounded weights; elsewhere the policy itself sampled.
 

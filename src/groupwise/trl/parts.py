@@ -131,7 +131,7 @@ def objective(args: GRPOConfig, own_rollout: bool = False) -> Objective:
     """
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     ratio = {"token": "token", "sequence": "whole_sequence", "sequence_token": "sequence"}[args.importance_sampling_level]
-    clip = partial(clip_loss, epsilon=args.epsilon, epsilon_high=high, dual_clip=args.delta, ratio=ratio)
+    clip = partial(_clip, epsilon=args.epsilon, epsilon_high=high, dual_clip=args.delta, ratio=ratio)
     sapo = partial(sapo_loss, tau_positive=args.sapo_temperature_pos, tau_negative=args.sapo_temperature_neg, ratio=ratio)
     vespo = partial(
         vespo_loss, k_positive=args.vespo_k_pos, lambda_positive=args.vespo_lambda_pos, k_negative=args.vespo_k_neg,
@@ -182,6 +182,14 @@ def _found(
     except ConfigError as error:
         why = error
     raise ArgumentError(f"{what}_type={name!r} cannot be used with {what}_settings={given}: {why}")
+
+
+def _clip(inputs: LossInputs, **settings: Any) -> LossOutputs:
+    """``clip_loss``, whose clipped tokens are counted as TRL does: without those that ``delta`` caps."""
+    found = clip_loss(inputs, **settings)
+    assert found.clipped_T is not None
+    assert found.ratio_T is not None
+    return replace(found, clipped_T=found.clipped_T & ((inputs.advantages_T > 0) | (found.ratio_T < 1)))
 
 
 def _cispo(inputs: LossInputs, *, high: float, ratio: str) -> LossOutputs:
