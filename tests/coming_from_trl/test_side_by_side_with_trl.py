@@ -48,6 +48,14 @@ CASES = {
         "use_vllm": True, "top_k": 150, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 1.0,
         "steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 2, "per_device_train_batch_size": 4,
     },
+    "restricted samples of vllm, masked below a floor": {
+        "use_vllm": True, "top_k": 150, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.9,
+        "num_iterations": 2,
+    },
+    "restricted samples of vllm, raised to a floor": {
+        "use_vllm": True, "top_k": 150, "vllm_importance_sampling_mode": "sequence_truncate",
+        "vllm_importance_sampling_clip_min": 0.6,
+    },
     "gspo of tokens of high entropy": {
         "loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.4, "num_iterations": 2,
     },

@@ -1214,6 +1214,10 @@ def test_restricted_samples_are_weighted_as_trl_weighs_vllm_s(tiny_folder, promp
     assert "ratio of the two (vllm_importance_sampling_mode='token_truncate')" in caplog.text
     assert "near 0" not in caplog.text
     torch.testing.assert_close(batch.correction_T, (batch.old_logprobs_T - batch.sampler_logprobs_T).exp().clamp(max=1.0))
+    batch = train(top_k=20, vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_min=0.5)
+    ratio_T = (batch.old_logprobs_T - batch.sampler_logprobs_T).exp()
+    torch.testing.assert_close(batch.correction_T, torch.where(ratio_T < 0.5, 0, ratio_T))
+    assert 0 < (batch.correction_T == 0).sum() < len(ratio_T)
 
 
 def test_weights_of_8_bits_sample_for_training_alone_and_are_weighted_for_it(
@@ -1268,8 +1272,8 @@ def test_weights_of_8_bits_are_refused_before_a_model_is_read(tiny_folder, promp
         GRPOTrainer(load_tiny().bfloat16(), letters, settings(rollout_quantization="8bit"), prompts)
     with pytest.raises(ConfigError, match="but rollout_func samples, with weights of its own: leave it out"):
         GRPOTrainer("no-such-model", letters, settings(rollout_quantization="8bit"), prompts, rollout_func=lambda *_: {})
-    bounded = settings(rollout_quantization="8bit", vllm_importance_sampling_clip_min=0.5)
-    with pytest.raises(ConfigError, match=r"_clip_min=0\.5 is not honoured .* or weights are rounded: leave it out"):
+    bounded = settings(rollout_quantization="8bit", vllm_importance_sampling_clip_min=3.5)
+    with pytest.raises(ConfigError, match=r"_clip_min=3\.5 is not honoured .* or weights are rounded: set it below clip_max"):
         GRPOTrainer("no-such-model", letters, bounded, prompts)
 
 
@@ -1287,7 +1291,7 @@ def test_weights_of_8_bits_are_refused_on_a_base_of_8_bits(tiny_folder, prompts,
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"vllm_importance_sampling_clip_min": 0.5}, "vllm_importance_sampling_clip_min=0.5 .* leave it out"),
+        ({"vllm_importance_sampling_clip_min": 3.0}, "vllm_importance_sampling_clip_min=3.0 .* set it below clip_max"),
         ({"vllm_importance_sampling_clip_max": None}, "vllm_importance_sampling_clip_max=None .* set it to 1 or more"),
         ({"vllm_importance_sampling_cap": 0.5}, "vllm_importance_sampling_clip_max=0.5"),
         ({"loss_type": "vespo"}, "another loss_type than 'vespo', or set vllm_importance_sampling_correction=False"),

@@ -54,6 +54,8 @@ class Objective:
     off_policy_from_sampler: bool = False
     """Whether that goes by the sampler's log-probabilities, where they are known (no NaN), in place of the policy's before the first
     update."""
+    correction_floor: float | None = None
+    """``low`` of ``correction.sampler_correction``, where there is one."""
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> Objective:

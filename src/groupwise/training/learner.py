@@ -322,7 +322,7 @@ class Learner:
         old_T, sampler_T = taken_T if view.old_logprobs_T is None else view.old_logprobs_T, view.sampler_logprobs_T
         factor_T, numbers = sampler_correction(
             old_T, torch.where(sampler_T.isnan(), old_T.to(sampler_T.dtype), sampler_T), view.sequence_T, len(view),
-            level=self.config.correction_level, mode=correction.mode, high=correction.cap,
+            level=self.config.correction_level, mode=correction.mode, high=correction.cap, low=self.objective.correction_floor,
         )  # fmt: skip
         return factor_T, {f"policy/{name}": number for name, number in numbers.items()}
 

@@ -180,7 +180,7 @@ vllm_model_impl str = 'vllm'; vllm_enable_sleep_mode bool = False; vllm_server_b
 vllm_importance_sampling_correction bool = True; vllm_importance_sampling_mode str: 'sequence_mask', 'sequence_truncate', 'token_mask',
     'token_truncate' = 'sequence_mask'; vllm_importance_sampling_clip_max float? = 3.0; vllm_importance_sampling_clip_min float? = None;
     vllm_importance_sampling_cap float? = None | h | Acts with `use_vllm` beside `top_p`, `top_k`, `min_p`, `repetition_penalty` or
-    `rollout_func`, and with `rollout_quantization`, without a `clip_min`; else what samples is what is trained, and the ratio is 1.
+    `rollout_func`, and with `rollout_quantization`; else what samples is what is trained, and the ratio is 1.
 vllm_structured_outputs_regex str? = None | - | With `use_vllm` it is refused: no engine here is held to a pattern.
 epsilon_high float?: 0 or more = None | h | Upper clip range; with `loss_type="cispo"` the largest weight, by default `epsilon` as in TRL.
 importance_sampling_level str: 'token', 'sequence', 'sequence_token' = 'token' | h | `sequence` is GSPO, and `sequence_token` the form of it

@@ -104,11 +104,11 @@ def correction(args: GRPOConfig, own_rollout: bool = False) -> dict[str, Any] | 
     if not (differs and args.vllm_importance_sampling_correction):
         return None
     former, cap = args.vllm_importance_sampling_cap, args.vllm_importance_sampling_clip_max
-    cap = cap if former is None else former
-    named = {"clip_max": cap, "clip_min": args.vllm_importance_sampling_clip_min, "mode": args.vllm_importance_sampling_mode}
+    cap, least = cap if former is None else former, args.vllm_importance_sampling_clip_min
+    named = {"clip_max": cap, "clip_min": least, "mode": args.vllm_importance_sampling_mode}
     for name, bad, remedy in (
         ("clip_max", cap is None or cap < 1, "set it to 1 or more"),
-        ("clip_min", named["clip_min"] is not None, "leave it out"),
+        ("clip_min", least is not None and cap is not None and least >= cap, "set it below clip_max"),
         ("mode", args.loss_type == "vespo", "take another loss_type than 'vespo'"),
     ):
         if bad:
@@ -163,7 +163,8 @@ def objective(args: GRPOConfig, own_rollout: bool = False) -> Objective:
             )
     kl = KL(args.beta, importance=ratio if args.use_bias_correction_kl else None) if args.beta else None
     others = args.use_vllm or own_rollout or args.rollout_quantization is not None  # sample, not the policy itself
-    return Objective(advantage, loss, aggregation, kl, args.off_policy_mask_threshold, others)
+    floor = args.vllm_importance_sampling_clip_min
+    return Objective(advantage, loss, aggregation, kl, args.off_policy_mask_threshold, others, floor)
 
 
 def _found(
