@@ -85,9 +85,7 @@ def test_rounding_is_none_in_float32_and_some_in_bfloat16(tiny_folder: Path) -> 
     assert rounded["kl_per_token"] > same["kl_per_token"]
 
 
-def test_rounding_rewards_as_the_other_runs_do_and_with_arguments(
-    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
-) -> None:
+def test_rounding_rewards_as_the_other_runs_do_and_with_arguments(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
 
     def reward(name: str) -> Any:

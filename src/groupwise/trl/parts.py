@@ -360,7 +360,10 @@ def _in_trl_s_words() -> Iterator[None]:
         for own, theirs in (
             ("rollout.quantization is 8bit", "rollout_quantization is '8bit'"),
             ("Set it to none", "Leave it out"),
-            ("Set model.dtype=float32, or rollout.quantization to none", "Load the model in float32 (bf16=False), or leave it out"),
+            (
+                "Set model.dtype=float32, or rollout.quantization to none",
+                "Load the model in float32 (bf16=False), or leave it out",
+            ),
         ):
             said = said.replace(own, theirs)
         raise ArgumentError(said) from error
