@@ -135,6 +135,10 @@ TOO_LARGE = "groupwise plan polaris-3b --hardware a100-40gb "
 """A page's example of a plan that suggests what would fit."""
 
 
+def test_one_page_shows_a_plan_that_does_not_fit():
+    assert sum(line.values[0].startswith(TOO_LARGE) for line in OF_A_CARD) == 1
+
+
 @pytest.mark.parametrize("line", OF_A_CARD)
 def test_what_a_page_plans_for_a_card_fits_it(line):
     made = plan_of(**arguments_of(line))

@@ -158,7 +158,7 @@ class AlgorithmConfig(Section):
     """The KL to a reference; null keeps none."""
     correction: CorrectionConfig | None = None
     """Importance weights between sampler and trainer. Unless it is set, it is `{level: token}` where `rollout.engine` is vllm
-    or your own, or `rollout.quantization` 8bit, and null otherwise, or with another `stale_samples` than `decoupled`."""
+    or your own, or `rollout.quantization` 8bit; otherwise, and with another `stale_samples` than `decoupled`, it is null."""
     entropy: EntropyConfig | None = None
     """A bonus for entropy, or a loss on the tokens of most entropy alone."""
     value: ValueConfig | None = None

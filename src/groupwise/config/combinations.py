@@ -99,7 +99,7 @@ def _algorithm(config: Config) -> Iterator[str]:
     if isinstance(algorithm.advantage, OwnAdvantage) and algorithm.kl is not None and algorithm.kl.placement == "token_reward":
         yield (
             f"algorithm.kl.placement=token_reward acts only if {algorithm.advantage.type} takes inputs.penalties_T off the "
-            "tokens' rewards: an advantage of your own is handed the KL of each."
+            "tokens' rewards: an advantage of your own is handed beta times the KL of each."
         )
     if algorithm.kl is not None and config.model.lora is not None and config.warm_start.steps:
         yield (
