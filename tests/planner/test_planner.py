@@ -236,6 +236,9 @@ def test_weights_of_8_bits_are_refused_where_nothing_samples_with_them():
     with pytest.raises(ConfigError, match=r"rollout\.quantization is 8bit, .* but this plan is for GPUs: set it to none"):
         make_plan(config, HARDWARE["rtx-4090"])
     assert make_plan(config, HARDWARE["cpu"]).setup.config.rollout.quantization == "8bit"
+    adapter = ["rollout.quantization=8bit", "model.quantization=8bit", "model.lora={rank: 16, alpha: 32}"]
+    with pytest.raises(ConfigError, match="but the base is in 8 bits already: set it to none"):
+        make_plan(load_config("gsm8k-0.5b", adapter), HARDWARE["cpu"])
 
 
 def test_sampling_by_the_module_has_a_prompt_for_each_sequence():

@@ -72,7 +72,7 @@ def draw_all(browser):
 
 
 def count(browser, expected):
-    browser.until(f"document.getElementById('count').textContent === '{expected:,} completions'")
+    browser.until(f"document.getElementById('count')?.textContent === '{expected:,} completions'")
 
 
 def test_all_sections_are_drawn_and_nothing_is_complained_of(page):
@@ -333,7 +333,7 @@ def test_words_are_looked_for_once_in_each_portion_of_texts_whatever_the_order(p
     )
     ready(browser)
     set_control(browser, "Order", "+reward")
-    browser.until("document.querySelector('.row .facts').textContent.includes('#0')")
+    browser.until("document.querySelector('.row .facts')?.textContent.includes('#0')")
     browser.run(
         "(() => { const own = DecompressionStream; window.unpacked = 0; "
         "window.DecompressionStream = class extends own { constructor(way) { super(way); window.unpacked += 1; } }; })()"
@@ -344,7 +344,7 @@ def test_words_are_looked_for_once_in_each_portion_of_texts_whatever_the_order(p
     count(browser, 60 * GROUPS)
     assert browser.run("window.unpacked") < 2 * portions
     set_control(browser, "Order", "-step")
-    browser.until("document.querySelector('.row .facts').textContent.startsWith('step 60 ')")
+    browser.until("document.querySelector('.row .facts')?.textContent.startsWith('step 60 ')")
 
 
 def test_a_group_explains_its_advantages(page):

@@ -17,6 +17,7 @@ k1 belongs into the reward, where the policy gradient turns it into the gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -51,8 +52,7 @@ def k3(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     d_T = reference_logprobs_T - logprobs_T
     near_T = d_T.clamp(max=MAX_LOG_DIFFERENCE)
     beyond_T = torch.relu(d_T - MAX_LOG_DIFFERENCE)
-    slope = torch.expm1(torch.tensor(MAX_LOG_DIFFERENCE, dtype=torch.float64)).item()
-    return torch.expm1(near_T) - near_T + slope * beyond_T
+    return torch.expm1(near_T) - near_T + math.expm1(MAX_LOG_DIFFERENCE) * beyond_T
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -127,9 +127,10 @@ class Objective:
         return."""
         steps = _Watched(inputs.steps)
         outputs = self.advantage(replace(inputs, steps=steps))
-        if inputs.steps and not steps.read:
+        rewarding = [name for name, given in inputs.steps.items() if len(given.rewards_K)]
+        if rewarding and not steps.read:
             raise TrainingError(
-                f"the advantage did not read inputs.steps, but {', '.join(inputs.steps)} rewarded steps, which would teach "
+                f"the advantage did not read inputs.steps, but {', '.join(rewarding)} rewarded steps, which would teach "
                 "nothing: read them in the function, or give that reward a weight of 0"
             )
         _check_type(outputs, AdvantageOutputs, "advantage", "AdvantageOutputs(advantages_N=...)")

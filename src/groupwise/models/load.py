@@ -105,8 +105,11 @@ class Policy:
         return embedding_rows(self.model)
 
 
-def check_model(config: ModelConfig) -> None:
-    """Raise ModelError for a model that cannot be loaded. Reads no weights, and asks the Hub for config.json at most."""
+def check_model(config: ModelConfig, reads_weights: bool = True) -> None:
+    """Raise ModelError for a model that cannot be loaded. Reads no weights, and asks the Hub for config.json at most.
+
+    ``reads_weights``: whether this process will; one that is given its share by another needs none on its machine.
+    """
     resolve_device(config.device)
     config = with_dtype(config)
     _check_attention(config)
@@ -122,7 +125,7 @@ def check_model(config: ModelConfig) -> None:
         return
     if is_folder_name(config.name):
         check_folder(Path(config.name).expanduser())
-    else:
+    elif reads_weights:
         check_cache(config.name, config.revision)
     hf_config = load_model_config(config)
     remote_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
@@ -201,7 +204,7 @@ def load_policy(
     if target.type == "cuda" and target.index is not None:
         torch.cuda.set_device(target)  # Triton, graphs and figures of memory take the current device
     config = with_dtype(config)
-    check_model(config)
+    check_model(config, reads_weights=target.type != "meta")
     hf_config, tokenizer = load_model_config(config), load_tokenizer(config, adapter)
     end_ids = end_token_ids(tokenizer, hf_config, generation_config(config))
     if not end_ids:

@@ -235,8 +235,14 @@ def make_plan(
     if setup.device == "cpu":
         limit //= setup.processes_here
     refuse_undividable(config, setup.sharding, setup.shape.uncovered)
-    if config.rollout.quantization != "none" and (setup.device != "cpu" or shape.uncovered):
-        why = "this plan is for GPUs" if setup.device != "cpu" else f"{config.model.name} is not covered ({shape.uncovered})"
+    why = None
+    if setup.device != "cpu":
+        why = "this plan is for GPUs"
+    elif shape.uncovered:
+        why = f"{config.model.name} is not covered ({shape.uncovered})"
+    elif config.model.quantization == "8bit":
+        why = "the base is in 8 bits already"
+    if config.rollout.quantization != "none" and why is not None:
         raise ConfigError(
             f"rollout.quantization is {config.rollout.quantization}, with which the built-in engine samples on CPUs, but {why}: set it to "
             "none"

@@ -308,7 +308,8 @@ def comparisons(run: RunRecord) -> list[dict[str, Any]]:
 def compared(before: EvaluationRecords, after: EvaluationRecords, key: str) -> dict[str, Any] | None:
     """Of the problems of which every sample was checked at both stages, as the run's summary has it."""
     counts = [Counter(record["problem"] for record in stage.records) for stage in (before, after)]
-    shared = {problem for problem in counts[0] if all(count[problem] == max(count.values()) for count in counts)}
+    whole = [(count, max(count.values(), default=0)) for count in counts]
+    shared = {problem for problem in counts[0] if all(count[problem] == most for count, most in whole)}
     try:
         found = paired_comparison(*([r for r in e.records if r["problem"] in shared] for e in (before, after)), key=key)
     except DataError:  # asked in another order, or another number of times

@@ -29,7 +29,7 @@ from groupwise.data.prompts import (
     unknown_arguments,
 )
 from groupwise.data.sources import ProblemSet, has_answers, load_problems
-from groupwise.distributed import world_size
+from groupwise.distributed import is_first_process, world_size
 from groupwise.engines import check_engine, check_quantization
 from groupwise.engines.vllm.engine import check_vllm
 from groupwise.episodes import Episodes, open_episodes, render_episode
@@ -146,7 +146,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         TrainingError: the disk has no room for the final model.
     """
     refuse_untrainable(config.model)
-    check_model(config.model)
+    check_model(config.model, reads_weights=is_first_process())
     check_adapter(config.model)  # of what was asked for
     config = _with_stored_bits(config)
     check_engine(config.rollout)
@@ -290,11 +290,11 @@ def _note_on_idle_gpus(config: Config, processes: int) -> str | None:
 
 def _note_on_unusable_gpu(config: Config) -> str | None:
     """Of a GPU that ``model.device: auto`` passes over: PyTorch's build is for CPUs, or for a newer driver."""
-    if config.model.device != "auto" or torch.cuda.is_available() or (gpu := present_gpu()) is None:
+    if config.model.device != "auto" or torch.cuda.is_available() or not is_first_process() or (gpu := present_gpu()) is None:
         return None
     return (
         f"this machine has a GPU ({gpu[0]}), but this PyTorch ({torch.__version__}) cannot use it, and the run takes the CPU: install "
-        "a build of PyTorch for CUDA that the GPU's driver is new enough for, or set model.device=cpu."
+        "a build of PyTorch for CUDA that the GPU's driver is new enough for."
     )
 
 
