@@ -1,9 +1,11 @@
 """Short memory: foreseen where the planner says so, and told where it ran out."""
 
+import errno
 import io
 import json
 import re
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,6 +131,25 @@ def test_memory_that_ran_out_is_one_sentence(error):
     named = f"memory ran out .*micro_batch_tokens.*{saved}"
     with pytest.raises(TrainingError, match=named), short_memory.explain_short_memory(lambda: saved):
         raise error
+
+
+def test_what_the_failed_call_held_is_free_before_checkpoints_are_looked_for():
+    class Held:
+        pass
+
+    held = []
+
+    def fails():
+        large = Held()
+        held.append(weakref.ref(large))
+        raise MemoryError
+
+    def saved():
+        assert held[0]() is None
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with pytest.raises(TrainingError, match="memory ran out"), short_memory.explain_short_memory(saved):
+        fails()
 
 
 def test_a_run_out_of_memory_names_its_last_checkpoint(small_config, letters, quiet, tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import clear_frames
 
 import psutil
 import torch
@@ -199,7 +200,12 @@ def explain_short_memory(saved: Callable[[], str] = str, remedy: str = SHORT_OF_
         if not _is_shortage(error):
             raise
         remedy = next(iter(getattr(error, "__notes__", ())), remedy)  # where it was raised, more was known
-        about = "; ".join(part for part in (remedy, saved()) if part)
+        clear_frames(error.__traceback__)  # what the failed call held, so that there is memory to look for checkpoints
+        try:
+            left = saved()
+        except (MemoryError, OSError):
+            left = ""
+        about = "; ".join(part for part in (remedy, left) if part)
         raise TrainingError(f"memory ran out ({_first_line(error)}): {about}") from error
 
 
