@@ -137,60 +137,26 @@ def _mean_of_others(group: Sequence[float], index: int) -> float:
     return mean([*group[:index], *group[index + 1 :]]) if len(group) > 1 else group[index]
 
 
-# Each baseline is a function of (rewards by group, returns over the batch) -> one number per completion; the returns are the
-# rewards again, or every token's return where tokens have rewards of their own.
-
-
-def _group_mean(rewards: Rewards, returns: Sequence[float]) -> list[list[float]]:
-    return [[mean(group)] * len(group) for group in rewards]
-
-
-def _leave_one_out(rewards: Rewards, returns: Sequence[float]) -> list[list[float]]:
-    return [[_mean_of_others(group, i) for i in range(len(group))] for group in rewards]
-
-
-def _batch_mean(rewards: Rewards, returns: Sequence[float]) -> list[list[float]]:
-    centre = mean(returns)
-    return [[centre] * len(group) for group in rewards]
-
-
-def _no_baseline(rewards: Rewards, returns: Sequence[float]) -> list[list[float]]:
-    return [[0.0] * len(group) for group in rewards]
+def _for_each(number: float, rewards: Rewards) -> list[list[float]]:
+    return [[number] * len(group) for group in rewards]
 
 
 BASELINES: dict[str, Callable[[Rewards, Sequence[float]], list[list[float]]]] = {
-    "group_mean": _group_mean,
-    "leave_one_out": _leave_one_out,
-    "batch_mean": _batch_mean,
-    "none": _no_baseline,
+    "group_mean": lambda rewards, returns: [[mean(group)] * len(group) for group in rewards],
+    "leave_one_out": lambda rewards, returns: [[_mean_of_others(group, i) for i in range(len(group))] for group in rewards],
+    "batch_mean": lambda rewards, returns: _for_each(mean(returns), rewards),
+    "none": lambda rewards, returns: _for_each(0.0, rewards),
 }
-
-# Each scale is a function of (rewards by group, returns over the batch, the same less their baselines, epsilon) -> one divisor per
-# group.
-
-
-def _group_std(rewards: Rewards, returns: Sequence[float], centred: Sequence[float], epsilon: float) -> list[float]:
-    return [_std(group) + epsilon for group in rewards]
-
-
-def _batch_std(rewards: Rewards, returns: Sequence[float], centred: Sequence[float], epsilon: float) -> list[float]:
-    return [_std(returns) + epsilon] * len(rewards)
-
-
-def _centred_std(rewards: Rewards, returns: Sequence[float], centred: Sequence[float], epsilon: float) -> list[float]:
-    return [_std(centred) + epsilon] * len(rewards)
-
-
-def _unit(rewards: Rewards, returns: Sequence[float], centred: Sequence[float], epsilon: float) -> list[float]:
-    return [1.0] * len(rewards)
-
+"""Functions of (rewards by group, returns over the batch) -> one number per completion. The returns are the rewards again, or
+every token's return where tokens have rewards of their own."""
 
 SCALES: dict[str, Callable[[Rewards, Sequence[float], Sequence[float], float], list[float]]] = {
-    "group_std": _group_std,
-    "batch_std": _batch_std,
-    "centred_std": _centred_std,
-    "none": _unit,
+    "group_std": lambda rewards, returns, centred, epsilon: [_std(group) + epsilon for group in rewards],
+    "batch_std": lambda rewards, returns, centred, epsilon: [_std(returns) + epsilon] * len(rewards),
+    "centred_std": lambda rewards, returns, centred, epsilon: [_std(centred) + epsilon] * len(rewards),
+    "none": lambda rewards, returns, centred, epsilon: [1.0] * len(rewards),
 }
+"""Functions of (rewards by group, returns over the batch, the same less their baselines, epsilon) -> one divisor per group."""
 
 
 def check_finite(rewards: Rewards) -> None:

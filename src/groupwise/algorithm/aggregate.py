@@ -54,28 +54,13 @@ class BatchCounts:
             raise ValueError(f"{self} must count at least one completion and one token; an empty batch has no loss")
 
 
-def _sequence_mean(lengths_N: Tensor, counts: BatchCounts) -> Tensor:
-    return 1 / (lengths_N.clamp(min=1) * counts.completions)
-
-
-def _token_mean(lengths_N: Tensor, counts: BatchCounts) -> Tensor:
-    return torch.full_like(lengths_N, 1 / counts.tokens)
-
-
-def _sequence_sum(lengths_N: Tensor, counts: BatchCounts) -> Tensor:
-    return torch.full_like(lengths_N, 1 / counts.completions)
-
-
-def _fixed(lengths_N: Tensor, counts: BatchCounts) -> Tensor:
-    return torch.full_like(lengths_N, 1 / (counts.completions * counts.max_tokens))
-
-
 AGGREGATIONS: dict[str, Callable[[Tensor, BatchCounts], Tensor]] = {
-    "sequence_mean": _sequence_mean,
-    "token_mean": _token_mean,
-    "sequence_sum": _sequence_sum,
-    "fixed": _fixed,
+    "sequence_mean": lambda lengths_N, counts: 1 / (lengths_N.clamp(min=1) * counts.completions),
+    "token_mean": lambda lengths_N, counts: torch.full_like(lengths_N, 1 / counts.tokens),
+    "sequence_sum": lambda lengths_N, counts: torch.full_like(lengths_N, 1 / counts.completions),
+    "fixed": lambda lengths_N, counts: torch.full_like(lengths_N, 1 / (counts.completions * counts.max_tokens)),
 }
+"""Functions of (the completions' whole lengths, counts) -> the weight of each completion's tokens."""
 
 
 def token_weights(
