@@ -26,7 +26,7 @@ from groupwise.training.setup import Prepared
 from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.start import finished_run, start
 
-__all__ = ["RunResult", "StepReport", "train"]
+__all__ = ["train"]
 
 
 @tolerate_broken_pipe()
@@ -43,27 +43,8 @@ def train(
     accept_changes: bool = False,
     check: Callable[[Prepared], Iterable[str]] | None = None,
 ) -> RunResult:
-    """Train a policy as ``config`` says.
-
-    Args:
-        recipe: a name for the run's folder.
-        run_folder: where to write; by default ``runs/<recipe>-<date>-<time>``.
-        on_step: called after each step with a ``StepReport``; returning False ends training early, with evaluation and saving.
-        rewards: your own reward functions and `RewardModel`s, beside those of the config: by name, in a list, or one alone.
-        console: where progress is shown; by default standard output. ``Console(quiet=True)`` shows nothing.
-        resume_from: a checkpoint, or another run's folder, to start a new run from its newest one; with the same config the result is
-            the one that the run would have had. Settings that have changed are said, and taken.
-        resume: go on in ``run_folder`` (or `output.folder`; one of them is needed) itself, from its newest sound checkpoint; where there
-            is none yet, from ``resume_from`` or the beginning. A run that is finished is left as it is, and what it came to is returned.
-        accept_changes: go on although settings or data that change the result are no longer those of the checkpoint.
-        check: looks at a new run before its weights are loaded; what it returns is said, and what it raises ends it.
-
-    Where a launcher started several processes (``accelerate launch``, ``torchrun``), all of them call this, and train as one: the
-    first one writes, shows and calls ``on_step``, and what it returns is everybody's.
-
-    Raises ``GroupwiseError`` for what is wrong with config, data, model or rewards, before any weights are loaded where possible, and
-    ``StoppedError`` when SIGTERM, SIGHUP or Ctrl-C ended it, after saving.
-    """
+    """Train a policy as ``config`` says. Arguments and errors are ``groupwise.train``'s, but for ``check``, which looks at a new
+    run before its weights are loaded: what it returns is said, and what it raises ends it."""
     run_folder = None if run_folder is None else Path(run_folder)
     if resume and folder_of(config, run_folder) is None:
         raise ConfigError("resume=True goes on in a run's own folder, and none is named: give run_folder, or set output.folder")
