@@ -18,9 +18,9 @@ from groupwise.algorithm.aggregate import segment_mean, segment_sum
 from groupwise.metrics import Metric
 
 __all__ = [
-    "LOSSES", "MAX_LOG_RATIO", "Loss", "LossInputs", "LossOutputs", "cispo", "cispo_loss", "clip", "clip_loss", "dppo_loss",
-    "dual_clipped", "gmpo_loss", "product_ratio", "reinforce", "reinforce_loss", "sapo", "sapo_loss", "sequence_importance",
-    "sequence_ratio", "token_ratio", "topr_loss", "vespo", "vespo_loss",
+    "LOSSES", "MAX_LOG_RATIO", "Loss", "LossInputs", "LossOutputs", "cispo_loss", "clip", "clip_loss", "dppo_loss",
+    "dual_clipped", "gmpo_loss", "product_ratio", "reinforce_loss", "sapo_loss", "sequence_importance", "sequence_ratio",
+    "token_ratio", "topr_loss", "vespo_loss",
 ]  # fmt: skip
 
 MAX_LOG_RATIO = 20.0
@@ -150,44 +150,6 @@ def dual_clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float,
     return torch.where(capped_T, ceiling_T, loss_T), clipped_T | capped_T
 
 
-def cispo(ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """-sg[clip(r, 1 - low, 1 + high)] A log pi: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). Every token keeps a gradient."""
-    weight_T = ratio_T.detach().clamp(1 - low, 1 + high)
-    return -weight_T * advantages_T * logprobs_T, weight_T != ratio_T.detach()
-
-
-def reinforce(advantages_T: Tensor, logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
-    """-A log pi: Williams 1992. Nothing corrects for staleness, and nothing is clipped."""
-    return -advantages_T * logprobs_T, torch.zeros_like(logprobs_T, dtype=torch.bool)
-
-
-def sapo(ratio_T: Tensor, advantages_T: Tensor, positive: float, negative: float) -> Tensor:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, with tau ``positive`` for A > 0 and ``negative`` otherwise: SAPO (arXiv 2511.20347).
-
-    A gate in place of the clip: its slope is 1 at r = 1 and fades on both sides, faster with a larger tau. Nothing counts as clipped.
-    """
-    tau_T = _by_sign(advantages_T > 0, positive, negative, ratio_T)
-    return -torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T) * advantages_T
-
-
-def vespo(
-    w_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor, positive: tuple[float, float], negative: tuple[float, float]
-) -> Tensor:
-    """-sg[phi(w)] A log pi with phi(w) = w^k exp(lambda (1 - w)): VESPO (arXiv 2602.10693); w is the completion's whole ratio.
-
-    (k, lambda) is ``positive`` for A >= 0, else ``negative``. phi is 1 at w = 1, and 0 for what has become very likely or very unlikely.
-    """
-    power_T, fade_T = (_by_sign(advantages_T >= 0, p, n, w_T) for p, n in zip(positive, negative, strict=True))
-    fade_T = fade_T.clamp(min=1e-4)
-    w_T = w_T.detach()
-    phi_T = (power_T * w_T.log() + fade_T * (1 - w_T)).exp()
-    return -phi_T * advantages_T * logprobs_T
-
-
-def _by_sign(good_T: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
-    return torch.where(good_T, like.new_tensor(positive), like.new_tensor(negative))
-
-
 # Losses by name; keywords are the fields of their settings sections (``config.objective``).
 
 
@@ -207,31 +169,47 @@ def clip_loss(
 def cispo_loss(
     inputs: LossInputs, *, epsilon: float = 1.0, epsilon_high: float | None = None, ratio: str = "token"
 ) -> LossOutputs:
-    """``cispo``: clips the importance weight, not the update."""
+    """-sg[clip(r, 1 - low, 1 + high)] A log pi: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). Every token keeps a gradient."""
     ratio_T, high = _ratio(inputs, ratio), epsilon if epsilon_high is None else epsilon_high
-    loss_T, clipped_T = cispo(ratio_T, inputs.advantages_T, inputs.logprobs_T, epsilon, high)
-    return LossOutputs(loss_T, clipped_T, ratio_T)
+    weight_T = ratio_T.detach().clamp(1 - epsilon, 1 + high)
+    return LossOutputs(-weight_T * inputs.advantages_T * inputs.logprobs_T, weight_T != ratio_T.detach(), ratio_T)
 
 
 def reinforce_loss(inputs: LossInputs) -> LossOutputs:
-    """``reinforce``: no ratio at all, for on-policy batches."""
-    return LossOutputs(*reinforce(inputs.advantages_T, inputs.logprobs_T))
+    """-A log pi: Williams 1992, for on-policy batches. Nothing corrects for staleness, and nothing is clipped."""
+    return LossOutputs(-inputs.advantages_T * inputs.logprobs_T)
+
+
+def _by_sign(good_T: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
+    return torch.where(good_T, like.new_tensor(positive), like.new_tensor(negative))
 
 
 def sapo_loss(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05, ratio: str = "token") -> LossOutputs:
-    """``sapo``: a soft gate around r = 1 in place of the clip."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau being ``tau_positive`` for A > 0, else ``tau_negative``: SAPO (arXiv 2511.20347).
+
+    A gate in place of the clip: its slope is 1 at r = 1 and fades on both sides, faster with a larger tau. Nothing counts as
+    clipped.
+    """
     ratio_T = _ratio(inputs, ratio)
-    return LossOutputs(sapo(ratio_T, inputs.advantages_T, tau_positive, tau_negative), None, ratio_T)
+    tau_T = _by_sign(inputs.advantages_T > 0, tau_positive, tau_negative, ratio_T)
+    return LossOutputs(-torch.sigmoid(tau_T * (ratio_T - 1)) * (4 / tau_T) * inputs.advantages_T, None, ratio_T)
 
 
 def vespo_loss(
     inputs: LossInputs, *, k_positive: float = 2.0, lambda_positive: float = 3.0, k_negative: float = 3.0,
     lambda_negative: float = 2.0,
 ) -> LossOutputs:  # fmt: skip
-    """``vespo``: a smooth weight of the whole completion's ratio."""
+    """-sg[phi(w)] A log pi with phi(w) = w^k exp(lambda (1 - w)): VESPO (arXiv 2602.10693); w is the completion's whole ratio.
+
+    k and lambda are the positive ones for A >= 0, else the negative ones. phi is 1 at w = 1, and 0 for what has become very
+    likely or very unlikely.
+    """
     w_T = product_ratio(inputs.logprobs_T, inputs.old_logprobs_T, inputs.sequence_T, inputs.completions)
-    positive, negative = (k_positive, lambda_positive), (k_negative, lambda_negative)
-    return LossOutputs(vespo(w_T, inputs.advantages_T, inputs.logprobs_T, positive, negative), None, w_T)
+    good_T = inputs.advantages_T >= 0
+    power_T = _by_sign(good_T, k_positive, k_negative, w_T)
+    fade_T = _by_sign(good_T, lambda_positive, lambda_negative, w_T).clamp(min=1e-4)
+    phi_T = (power_T * w_T.log() + fade_T * (1 - w_T)).exp()
+    return LossOutputs(-phi_T * inputs.advantages_T * inputs.logprobs_T, None, w_T)
 
 
 def gmpo_loss(inputs: LossInputs, *, epsilon: float = 0.4) -> LossOutputs:
