@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,6 +108,3 @@ class AdaptiveKL:
             return self
         error = max(-self.limit, min(self.limit, (kl - self.target) / self.target))
         return replace(self, beta=self.beta * (1 + self.gain * error))
-
-    def state_dict(self) -> dict[str, float]:
-        return asdict(self)

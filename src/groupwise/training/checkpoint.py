@@ -128,7 +128,7 @@ def take_snapshot(
     state = {
         "step": step, "updates": learner.updates, "dropped_in_a_row": learner.dropped_in_a_row,
         "renewed_before": learner.renewed_before, "parts": parts,
-        "kl_control": None if learner.kl_control is None else learner.kl_control.state_dict(), **(about or {}),
+        "kl_control": None if learner.kl_control is None else {"beta": learner.kl_control.beta}, **(about or {}),
     }  # fmt: skip
     name = f"step-{step}-update-{updates}" if updates else f"step-{step}"
     return Snapshot(name, sharding.whole_policy(policy) or policy, tensors, json.dumps(state), is_copy=copied)
