@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise import limits
 from groupwise.models import logprobs
-from groupwise.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from groupwise.models.logprobs import score_tokens
 from groupwise.models.native import build, calls
 
 VOCABULARY, WIDTH, ROWS, SLICE = 53, 12, 5, 11
@@ -37,6 +37,16 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
     return hidden, weight, targets, torch.randn(tokens, generator=generator)
+
+
+def token_logprobs(*given: Any) -> Tensor:
+    return score_tokens(*given).logprobs_T
+
+
+def token_logprobs_and_entropy(*given: Any) -> tuple[Tensor, Tensor]:
+    scored = score_tokens(*given, entropy=True)
+    assert scored.entropy_T is not None
+    return scored.logprobs_T, scored.entropy_T
 
 
 def plain_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import Gemma3TextConfig, Qwen3Config
 
 from groupwise.engines.builtin import fast_paths
 from groupwise.models import logprobs, ops
-from groupwise.models.logprobs import token_logprobs, token_logprobs_and_entropy
+from groupwise.models.logprobs import score_tokens
 from tests.conftest import TINY
 from tests.models.test_ops import plain_geglu, plain_swiglu, rope_tables
 
@@ -141,7 +141,11 @@ def test_the_softmax_over_a_vocabulary_and_its_gradient(entropy, temperature, de
     hidden, weight = drawn(7, 16, device=device), drawn(300, 16, device=device).requires_grad_()
     hidden = (torch.linspace(0.1, 4, 7, device=device)[:, None] * hidden).requires_grad_()
     targets = torch.tensor([0, 95, 96, 299, 150, 288, 17], device=device)
-    score = token_logprobs_and_entropy if entropy else lambda *given: (token_logprobs(*given),)
+
+    def score(*given):
+        scored = score_tokens(*given, entropy=entropy)
+        return (scored.logprobs_T, scored.entropy_T)[: 1 + entropy]
+
     found, expected = score(hidden, weight, targets, temperature), wide_scores(hidden, weight, targets, temperature)
     share = torch.linspace(-1, 2, 7, device=device)
     ours, theirs = (sum((share * part).sum() for part in parts[: 1 + entropy]) for parts in (found, expected))

@@ -27,7 +27,7 @@ from groupwise.models.devices import product_gives_fp32
 from groupwise.models.native import calls as native
 from groupwise.models.ops import kernels_fit, product, triton_kernels
 
-__all__ = ["Scored", "score_tokens", "token_logprobs", "token_logprobs_and_entropy"]
+__all__ = ["Scored", "score_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,40 +263,22 @@ class _FrozenHead(Function):
         return (slopes * grad[:, None]).to(slopes.dtype), None, None, None
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """``log softmax(hidden @ weight.T / temperature)[target]`` for each row.
+def score_tokens(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False
+) -> Scored:
+    """``log softmax(hidden @ weight.T / temperature)[target]`` for each row; with the entropies of whole distributions and the
+    hidden states themselves if asked for.
 
     Args:
         hidden: ``[T, D]``, outputs of the final norm at the rows that predict.
         weight: ``[V, D]``, the output head.
         targets: ``[T]`` token ids.
-    Returns:
-        ``[T]`` in fp32 and nats.
     """
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        if not weight.requires_grad and native.fits(hidden):
-            return _FrozenHead.apply(hidden, weight, targets, temperature)
-        return _TokenLogprobs.apply(hidden, weight, targets, temperature, False)[0]
-    return _forward(hidden, weight, targets, temperature, False)[0]
-
-
-def token_logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities like ``token_logprobs``, and the entropy of each row's whole distribution, ``[T]`` in fp32 and nats; both
-    differentiable."""
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _TokenLogprobs.apply(hidden, weight, targets, temperature, True)
-    logprobs, _, entropy = _forward(hidden, weight, targets, temperature, True)
-    assert entropy is not None
-    return logprobs, entropy
-
-
-def score_tokens(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy: bool = False, keep_hidden: bool = False
-) -> Scored:
-    """``token_logprobs``, with entropies and the hidden states themselves if asked for."""
-    kept = hidden if keep_hidden else None
-    if entropy:
-        return Scored(*token_logprobs_and_entropy(hidden, weight, targets, temperature), kept)
-    return Scored(token_logprobs(hidden, weight, targets, temperature), None, kept)
+    entropies: Tensor | None = None
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+        logprobs, _, entropies = _forward(hidden, weight, targets, temperature, entropy)
+    elif entropy or weight.requires_grad or not native.fits(hidden):
+        logprobs, entropies = _TokenLogprobs.apply(hidden, weight, targets, temperature, entropy)
+    else:
+        logprobs = _FrozenHead.apply(hidden, weight, targets, temperature)
+    return Scored(logprobs, entropies, hidden if keep_hidden else None)
