@@ -20,7 +20,7 @@ from groupwise.limits import ATTENTION_SCORES, QUERY_BLOCK
 from groupwise.models.blocked_attention import BlockedPlan, plan_blocks
 from groupwise.models.ops import rotate_heads
 from groupwise.models.packing import Packed, Span, Stretches, end_of, rows_in
-from groupwise.models.varlen_attention import Runs, fits, plan_runs
+from groupwise.models.varlen_attention import Runs, fits, move_together, plan_runs
 
 __all__ = [
     "AttentionBlock", "AttentionPlan", "Rectangles", "allow_flash", "allow_library", "attend_by_library", "default_implementation",
@@ -133,7 +133,7 @@ def plan_rectangles(spans: Sequence[Span], window: int | None = None, device: to
     if rows:
         of_rows = torch.cat([torch.where(valid, queries, count) for queries, valid, _ in rows])
         places[of_rows] = torch.arange(len(of_rows))
-    indices = _moved([places[:count], *(r[0] for r in rows), *(r[2] for r in rows)], device or places.device)
+    indices = move_together([places[:count], *(r[0] for r in rows), *(r[2] for r in rows)], device or places.device)
     places, of_queries, of_keys = indices[0], indices[1 : 1 + len(rows)], indices[1 + len(rows) :]
     masks: dict[tuple[int | None, ...], Tensor] = {}
     blocks = []
@@ -144,14 +144,6 @@ def plan_rectangles(spans: Sequence[Span], window: int | None = None, device: to
             masks[shape] = _visible(*shape, places.device)
         blocks.append(AttentionBlock(len(cut.part), cut.end - cut.offset, prefix, query_rows, key_rows, masks[shape]))
     return Rectangles(tuple(blocks), places)
-
-
-def _moved(indices: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on ``device``, in one copy that nobody waits for."""
-    together = torch.cat(list(indices))
-    if device.type == "cuda":
-        together = together.pin_memory().to(device, non_blocking=True)
-    return list(together.split([len(index) for index in indices]))
 
 
 def _visible(queries: int, keys: int, offset: int, window: int | None, device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from torch.autograd import Function
 from groupwise.models.ops import rotate_heads
 from groupwise.models.packing import Span
 
-__all__ = ["DEVICES", "Runs", "attend_by_flash", "fits", "plan_runs"]
+__all__ = ["DEVICES", "Runs", "attend_by_flash", "fits", "move_together", "plan_runs"]
 
 DEVICES = frozenset({"cuda"})
 """Where there are such kernels."""
@@ -79,13 +79,14 @@ def plan_runs(spans: Sequence[Span], device: torch.device) -> Runs:
     queries = [torch.arange(s.start, s.start + s.length) for own in groups.values() for s in own]
     keys = [torch.arange(start, start + length) for start, length in groups]
     empty = torch.empty(0, dtype=torch.long)
-    starts = _moved([torch.tensor(list(accumulate(size, initial=0)), dtype=torch.int32) for size in sizes], device)
-    rows = _moved([torch.cat([empty, *queries]), torch.cat([empty, *keys])], device)
+    starts = move_together([torch.tensor(list(accumulate(size, initial=0)), dtype=torch.int32) for size in sizes], device)
+    rows = move_together([torch.cat([empty, *queries]), torch.cat([empty, *keys])], device)
     own, of_queries, of_keys = (_Bounds(s, max(size, default=0)) for s, size in zip(starts, sizes, strict=True))
     return Runs(own, of_queries, of_keys, rows[0], rows[1])
 
 
-def _moved(indices: list[Tensor], device: torch.device) -> list[Tensor]:
+def move_together(indices: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on ``device``, in one copy that nobody waits for."""
     together = torch.cat(indices)
     if device.type == "cuda":
         together = together.pin_memory().to(device, non_blocking=True)
