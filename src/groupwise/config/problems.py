@@ -13,7 +13,7 @@ from groupwise.config.former import FORMER, former_key
 from groupwise.config.inert import INERT
 from groupwise.config.section import shown
 
-__all__ = ["UNKNOWN", "explain_failure", "place", "unknown_key"]
+__all__ = ["UNKNOWN", "explain_failure", "lower_start", "place", "unknown_key"]
 
 _WHOLE, _NUMBER, _TRUTH, _TEXT = "a whole number", "a number", "true or false", "text"
 _RULES = {
@@ -151,10 +151,11 @@ def _hint(path: str, kind: str | None) -> str:
     if not words:
         return ""
     first, *rest = words.split(". ")
-    return ": " + "; ".join(_lower_start(part) for part in (first, *rest))
+    return ": " + "; ".join(lower_start(part) for part in (first, *rest))
 
 
-def _lower_start(text: str) -> str:
+def lower_start(text: str) -> str:
+    """With a small first letter, unless the first word is a name such as AdamW."""
     return text[0].lower() + text[1:] if text.split(" ")[0][1:].islower() else text
 
 

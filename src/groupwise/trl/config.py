@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from groupwise.config.problems import lower_start
 from groupwise.config.section import REGISTERED
 from groupwise.distributed.open import join_world, world_size
 from groupwise.errors import ConfigError
@@ -223,7 +224,7 @@ def _problem_of(name: str, value: Any) -> str | None:
     off = value in (None, "", [], {}) or (value is False and row.default in (None, "no"))
     if row.fate == "refused":
         honoured = off or value == row.default
-        return None if honoured else f"{name}={value!r} is not honoured by groupwise.trl: {_lower_start(row.text)}"
+        return None if honoured else f"{name}={value!r} is not honoured by groupwise.trl: {lower_start(row.text)}"
     what, more = _MORE.get(name, ("", ()))
     if what and isinstance(value, str) and (":" in value or value in (*more, *REGISTERED[what])):
         return None
@@ -277,10 +278,6 @@ def _wrong_keys(name: str, value: Mapping[str, Any] | None, known: tuple[str, ..
         if key not in known:
             return f"{name} has {key!r}, which groupwise.trl does not hand on: {remedy}"
     return None
-
-
-def _lower_start(text: str) -> str:
-    return text[0].lower() + text[1:] if text.split(" ")[0][1:].islower() else text
 
 
 def _follow_old_names(args: GRPOConfig) -> None:
