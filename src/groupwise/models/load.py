@@ -69,8 +69,10 @@ __all__ = [
     "load_model_config",
     "load_policy",
     "load_tokenizer",
+    "origin_of",
     "resolve_device",
     "save_model",
+    "source_of",
     "with_base",
 ]
 
@@ -174,13 +176,13 @@ def leaves_experts(config: ModelConfig) -> bool:
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The model's Hugging Face config, without its weights."""
     with _explained(config, "config"):
-        return AutoConfig.from_pretrained(_source(config), **_origin(config))
+        return AutoConfig.from_pretrained(source_of(config), **origin_of(config))
 
 
 def load_tokenizer(config: ModelConfig, adapter: Path | None = None) -> Any:
     """The model's tokenizer, or that beside its ``adapter``, which may have another chat template. Without a pad token of its own it pads
     with an end token: masks never look at pad ids."""
-    source, origin = _source(config), _origin(config)
+    source, origin = source_of(config), origin_of(config)
     if _has_tokenizer(adapter):  # without a config.json, by which transformers knows the tokenizer's class
         source, origin = str(adapter), {"trust_remote_code": config.trust_remote_code, "config": load_model_config(config)}
     with _explained(config, "tokenizer"), quiet():
@@ -361,7 +363,8 @@ def _untied(model: Any) -> list[str]:
     return list(names.values())
 
 
-def _source(config: ModelConfig) -> str:
+def source_of(config: ModelConfig) -> str:
+    """What transformers is to load the model from: a folder, or a name on the Hub."""
     if config.name == EMBEDDED_NAME:
         return str(ensure_embedded_model())
     return str(Path(config.name).expanduser()) if is_folder_name(config.name) else config.name
@@ -371,7 +374,8 @@ def _has_tokenizer(adapter: Path | None) -> bool:
     return adapter is not None and all((adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def _origin(config: ModelConfig) -> dict[str, Any]:
+def origin_of(config: ModelConfig) -> dict[str, Any]:
+    """Which revision of it, and whether its own code may run: arguments beside ``source_of``."""
     origin: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.name != EMBEDDED_NAME and not is_folder_name(config.name):
         origin |= {"revision": config.revision, "local_files_only": only_from_cache(config.name, config.revision)}
@@ -381,8 +385,8 @@ def _origin(config: ModelConfig) -> dict[str, Any]:
 def generation_config(config: ModelConfig) -> GenerationConfig | None:
     try:
         with quiet():
-            origin = {key: value for key, value in _origin(config).items() if key != "trust_remote_code"}
-            return GenerationConfig.from_pretrained(_source(config), **origin)
+            origin = {key: value for key, value in origin_of(config).items() if key != "trust_remote_code"}
+            return GenerationConfig.from_pretrained(source_of(config), **origin)
     except (OSError, ValueError):  # many models have none
         return None
 
@@ -414,12 +418,12 @@ def _load_weights(config: ModelConfig, attention: str | None, device: torch.devi
         how |= device_map_arguments(config)
     with _explained(config, "model"), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            _source(config),
+            source_of(config),
             dtype=getattr(torch, config.dtype),
             attn_implementation=attention,
             output_loading_info=True,
             **how,
-            **_origin(config),
+            **origin_of(config),
         )
     model, info = loaded
     if "offload_folder" in how:

@@ -24,7 +24,7 @@ from groupwise.errors import ModelError, RewardError
 from groupwise.memory import own_memory
 from groupwise.metrics import Mean, Metric
 from groupwise.models.adapters import base_module, is_adapted
-from groupwise.models.folder import check_folder, is_folder_name, only_from_cache
+from groupwise.models.folder import check_folder, is_folder_name
 from groupwise.models.load import (
     caps_attention,
     context_length,
@@ -32,7 +32,9 @@ from groupwise.models.load import (
     embeds_all,
     load_model_config,
     load_tokenizer,
+    origin_of,
     resolve_device,
+    source_of,
 )
 from groupwise.models.quiet import quiet
 
@@ -115,15 +117,16 @@ def load_classifier_tokenizer(config: RewardModelConfig) -> Any:
 
 def load_classifier(config: RewardModelConfig) -> PreTrainedModel:
     """The weights, in eval mode and without gradients, on their device. Raises ModelError, also for a head that was never trained."""
+    of_model = _as_model(config)
     with _as_reward_model(config):
         try:
             with quiet():
                 loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                    _source(config),
+                    source_of(of_model),
                     dtype="auto" if config.dtype == "auto" else getattr(torch, config.dtype),
-                    **({"attn_implementation": "eager"} if caps_attention(load_model_config(_as_model(config))) else {}),
+                    **({"attn_implementation": "eager"} if caps_attention(load_model_config(of_model)) else {}),
                     output_loading_info=True,
-                    **_origin(config),
+                    **origin_of(of_model),
                 )
         except (ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
@@ -170,17 +173,6 @@ def _score_in_float32(model: nn.Module) -> Iterator[None]:
 def _as_model(config: RewardModelConfig) -> ModelConfig:
     """The settings that any model has, in the form that the loading functions read."""
     return ModelConfig(name=config.name, revision=config.revision, trust_remote_code=config.trust_remote_code)
-
-
-def _source(config: RewardModelConfig) -> str:
-    return str(Path(config.name).expanduser()) if is_folder_name(config.name) else config.name
-
-
-def _origin(config: RewardModelConfig) -> dict[str, Any]:
-    origin: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if not is_folder_name(config.name):
-        origin |= {"revision": config.revision, "local_files_only": only_from_cache(config.name, config.revision)}
-    return origin
 
 
 @contextmanager
