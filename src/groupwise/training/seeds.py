@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import torch
+from groupwise.rewards import process_worker
 
 __all__ = ["seed_generators", "seed_noise"]
 
@@ -16,10 +14,7 @@ __all__ = ["seed_generators", "seed_noise"]
 def seed_generators(seed: int, step: int) -> None:
     """Seed the generators of Python, numpy and torch for one step: tools and environments that draw from them repeat their numbers, as
     far as calls side by side can. For reward functions the suite seeds them by group (``rewards/suite.py``)."""
-    number = _number(f"step/{seed}/{step}")
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    process_worker.seed_generators(_number(f"step/{seed}/{step}"))
 
 
 def seed_noise(noisy: Iterable[Any], seed: int, *what: int) -> None:
