@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from groupwise.config.schema import Config
 
 __all__ = [
     "LOWERS",
+    "final_weights",
     "forking",
     "lower_case_share",
+    "metrics_of",
+    "rows",
     "tiny_config",
     "write_sums",
     "write_tiny_llama",
@@ -129,3 +133,17 @@ def lower_case_share(completions: list[Any], **columns: Any) -> list[float]:
     """A reward that always varies: the share of lower-case letters in a completion."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [sum(x.islower() and x.isascii() for x in text) / max(1, len(text)) for text in texts]
+
+
+def rows(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    """What a run wrote into ``metrics.jsonl`` or ``completions.jsonl``."""
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def metrics_of(folder: Path, first: int = 0) -> list[dict[str, Any]]:
+    """A run's metrics from row ``first`` on, without times and memory."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed", "memory"))} for row in rows(folder)[first:]]
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final_model" / "model.safetensors")

@@ -1,6 +1,5 @@
 """Asynchronous rollouts: which weights sample which batch, that nothing depends on who is faster, and how such a run ends."""
 
-import json
 import os
 import signal
 import threading
@@ -24,6 +23,7 @@ from groupwise.training.ahead import PolicyCopy
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from tests.survival.kills import differences
+from tests.tiny import rows
 
 slow = pytest.mark.slow
 LOG_ALL = {"log_completions": 100, "checkpoint_every": 1, "keep_checkpoints": 10}
@@ -51,10 +51,6 @@ def go(small_config, letters, quiet, tmp_path):
 def no_thread_is_left():
     yield
     assert not [t for t in threading.enumerate() if t.name == "groupwise-sampling"]
-
-
-def rows(folder, name="metrics"):
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def same_run(one, other):

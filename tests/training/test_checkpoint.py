@@ -1,6 +1,5 @@
 """What is saved is what is needed: a run that resumes from a checkpoint is the run that was never stopped."""
 
-import json
 import shutil
 
 import pytest
@@ -13,27 +12,17 @@ from groupwise.training.checkpoint import load_checkpoint, take_snapshot, write_
 from groupwise.training.checkpoint_folder import find_checkpoint, last_good, latest_checkpoint, read_state
 from groupwise.training.loop import train
 from groupwise.training.start import start
+from tests.tiny import final_weights, metrics_of, rows
 
 ALGORITHM = {"kl": {"beta": 0.1, "reference_updates": 2}, "updates_per_batch": 2, "loss": {"epsilon": 0.01}}
-TIMES = ("time", "speed", "memory")
 
 
 def save(folder, step, run, keep):
     return write_snapshot(folder, take_snapshot(step, run.policy, run.learner), keep)
 
 
-def metrics_of(folder, first=0):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows[first:]]
-
-
 def completions_of(folder, first_step):
-    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["step"] >= first_step]
-
-
-def final_weights(folder):
-    return load_file(folder / "final_model" / "model.safetensors")
+    return [row for row in rows(folder, "completions") if row["step"] >= first_step]
 
 
 def resumes_exactly(config, letters, quiet, folder):

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from groupwise.config.presets import PRESETS
 from groupwise.training.loop import train
-from tests.tiny import tiny_config, write_tiny_llama
+from tests.tiny import final_weights, rows, tiny_config, write_tiny_llama
 
 QUIET = Console(quiet=True)
 TALK = {"environment": "tests.survival.game:Talk", "max_turns": 4, "max_completion_tokens": 200}
@@ -38,14 +36,6 @@ def played(talkative, sums, tmp_path):
         return train(config, console=QUIET, run_folder=tmp_path / name).folder
 
     return run
-
-
-def rows(folder, name):
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def weights(folder):
-    return load_file(folder / "final_model" / "model.safetensors")
 
 
 def same(one, other):
@@ -104,8 +94,8 @@ def test_a_truncated_episode_teaches_nothing_where_it_is_masked(played):
     learnt = played("learnt", rollout=cut, algorithm={"mask_truncated": False, "kl": None})
     assert {row["finish_reason"] for row in rows(learnt, "completions")} <= {"max_turns", "length", "context_full"}
     before = played("before", rollout=cut, training={"steps": 0})
-    assert same(weights(masked), weights(before))
-    assert not same(weights(learnt), weights(before))
+    assert same(final_weights(masked), final_weights(before))
+    assert not same(final_weights(learnt), final_weights(before))
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from slow_grpo import (
     config_of,
     distance,
@@ -27,7 +26,7 @@ from groupwise.training.loop import train
 from groupwise.training.microbatches import cut
 from groupwise.training.window import _group_of, _group_values
 from groupwise.types import Completion, Group, Problem, Prompt, Turn
-from tests.tiny import forking, tiny_config, write_tiny_llama
+from tests.tiny import final_weights, forking, rows, tiny_config, write_tiny_llama
 
 REWARDS = [[2.8, 0.2, 1.7, 0.0], [1.0, 0.0, 0.3, 0.2], [0.0, 0.4, 0.0, 2.0]]
 FORK = Completion(
@@ -179,10 +178,6 @@ def test_learning_goes_on_between_two_updates_to_the_same_bit(tiny_llama):
         assert torch.equal(one, other)
 
 
-def rows(folder, name):
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_whose_episodes_fork_resumes_to_the_same_weights(sums, tmp_path, ahead):
     shape = {"tie_word_embeddings": False, "max_position_embeddings": 512}
@@ -210,6 +205,6 @@ def test_a_run_whose_episodes_fork_resumes_to_the_same_weights(sums, tmp_path, a
     first = [turn for row in logged if row["step"] == 1 for turn in row["turns"] if turn["role"] == "assistant"]
     assert metrics[0]["episodes/turns"] == pytest.approx(len(first) / per_step), "an episode is counted once"
     again = train(config, console=quiet, run_folder=tmp_path / "again", resume_from=whole / "checkpoints" / "step-2").folder
-    ours, theirs = (load_file(folder / "final_model" / "model.safetensors") for folder in (whole, again))
+    ours, theirs = final_weights(whole), final_weights(again)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert [row["turns"] for row in rows(again, "completions")] == [row["turns"] for row in logged if row["step"] > 2]

@@ -7,27 +7,17 @@ import signal
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from groupwise.errors import ConfigError, StoppedError
 from groupwise.rewards import RewardSuite, reward_scope
 from groupwise.tracking import RunFolder
 from groupwise.training.loop import train
+from tests.tiny import final_weights, metrics_of
 
 NORMALISED = {
     "functions": [{"function": "letters", "normalise": "mean_std", "clip": [-1, 1]}, {"function": "length", "normalise": "std"}],
     "normalise": "std",
 }
-TIMES = ("time", "speed", "memory")
-
-
-def metrics_of(folder, first=0):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows[first:]]
-
-
-def weights_of(folder):
-    return load_file(folder / "final_model" / "model.safetensors")
 
 
 def test_running_statistics_are_carried_on_bit_for_bit(small_config, letters, quiet, tmp_path):
@@ -41,7 +31,7 @@ def test_running_statistics_are_carried_on_bit_for_bit(small_config, letters, qu
     checkpoint = whole / "checkpoints" / "step-1"
     resumed = train(config, rewards=letters, console=quiet, run_folder=tmp_path / "resumed", resume_from=checkpoint).folder
     assert metrics_of(resumed) == metrics_of(whole, first=1)
-    one, other = weights_of(whole), weights_of(resumed)
+    one, other = final_weights(whole), final_weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
     statistics = json.loads((checkpoint / "state.json").read_text())["parts"]["rewards"]["statistics"]
     assert {name: state[0] for name, state in statistics.items()} == {"letters": 12, "length": 12, "total": 12}

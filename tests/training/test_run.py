@@ -16,9 +16,7 @@ from groupwise.tracking.reading import read_run
 from groupwise.training import run as run_module
 from groupwise.training.checkpoint_folder import read_state
 from groupwise.training.loop import train
-from tests.tiny import write_tiny_llama
-
-UNTIMED = ("time", "speed", "memory")
+from tests.tiny import final_weights, metrics_of, write_tiny_llama
 
 
 def lines_of(path):
@@ -27,8 +25,7 @@ def lines_of(path):
 
 def repeatable(folder):
     """Metrics without clocks, and the final weights."""
-    rows = [{k: v for k, v in row.items() if not k.startswith(UNTIMED)} for row in lines_of(folder / "metrics.jsonl")]
-    return rows, load_file(folder / "final_model" / "model.safetensors")
+    return metrics_of(folder), final_weights(folder)
 
 
 def same(one, other):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from slow_grpo import slow_logprobs
 
 import groupwise
@@ -30,7 +29,7 @@ from groupwise.models.scorer import make_scorer
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 from groupwise.training.warm_start import check_worked_examples, warm_start
-from tests.tiny import forking, tiny_config, write_tiny_llama
+from tests.tiny import final_weights, forking, rows, tiny_config, write_tiny_llama
 
 QUIET = Console(quiet=True)
 
@@ -70,10 +69,6 @@ def by_chance(monkeypatch):
     monkeypatch.setitem(FORMATS, "tags", HalfOfThem())
 
 
-def rows(folder, name):
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_with_tools_resumes_to_the_same_weights(config_of, by_chance, letters, tmp_path, ahead):
     config = config_of(rollout={"ahead": ahead}, training={"steps": 4}, output={"checkpoint_every": 1, "keep_checkpoints": 4})
@@ -90,7 +85,7 @@ def test_a_run_with_tools_resumes_to_the_same_weights(config_of, by_chance, lett
     again = train(
         config, rewards=letters, console=QUIET, run_folder=tmp_path / "again", resume_from=whole / "checkpoints" / "step-2"
     ).folder
-    ours, theirs = (load_file(folder / "final_model" / "model.safetensors") for folder in (whole, again))
+    ours, theirs = final_weights(whole), final_weights(again)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert [row["turns"] for row in rows(again, "completions")] == [row["turns"] for row in logged if row["step"] > 2]
 
