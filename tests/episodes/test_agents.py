@@ -37,7 +37,7 @@ from groupwise.serving.agents import open_agents
 from groupwise.training.loop import train
 from groupwise.types import Problem
 from tests.survival.kills import differences
-from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
+from tests.tiny import tiny_config, write_sums, write_tiny_llama
 from tests.waiting import LONG_S, comes
 from tests.warm import python
 
@@ -68,11 +68,6 @@ def told(text, role="user", **more):
 TWO_TURNS = (
     'ask()\ntold("And then?")\nanswer = ask()\nprint("done"); print(json.dumps({"reward": len(answer["message"]["content"])}))\n'
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

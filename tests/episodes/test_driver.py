@@ -24,15 +24,10 @@ from groupwise.episodes.templates import TurnTemplate
 from groupwise.episodes.tools import describe, load_tools
 from groupwise.models.decoder import Decoder
 from groupwise.types import Completion, Problem, Prompt
-from tests.tiny import write_tiny_llama, write_tiny_tokenizer
+from tests.tiny import write_tiny_llama
 from tests.waiting import LONG_S, comes
 
 PLENTY = SamplingSettings(max_tokens=400)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def episodes_of(tokenizer, *functions, form=FORMATS["tags"], max_turns=4, timeout_s=LONG_S, concurrent=16, environments=None):

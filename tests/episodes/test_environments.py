@@ -27,7 +27,7 @@ from groupwise.rewards.functions import environment as environment_reward
 from groupwise.training.loop import train
 from groupwise.training.setup import _note_on_tools, prepare
 from groupwise.types import Problem, Prompt
-from tests.tiny import tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
+from tests.tiny import tiny_config, write_sums, write_tiny_llama
 from tests.waiting import LONG_S, comes
 
 
@@ -68,11 +68,6 @@ class Counter:
 
     def get_reward(self) -> float:
         return float(self.count)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def played(tokenizer, script, *factories, samples=1, prompts=None, timeout_s=LONG_S, max_turns=10, **named):

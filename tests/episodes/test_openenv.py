@@ -19,13 +19,7 @@ from groupwise.episodes.environments import Environments
 from groupwise.episodes.openenv import OpenEnv
 from groupwise.errors import TrainingError
 from groupwise.types import Problem, Prompt
-from tests.tiny import write_tiny_tokenizer
 from tests.waiting import comes
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 class Adder(OpenEnv):
