@@ -142,6 +142,23 @@ def embedded_model_folder() -> Path:
 
 
 @pytest.fixture
+def deny(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``deny("exists")``: that method of ``Path`` has no permission in a folder named ``closed``, whoever runs the tests."""
+
+    def make(method: str) -> None:
+        asked = getattr(Path, method)
+
+        def closed(path: Path, **how: Any) -> Any:
+            if path.parent.name == "closed":
+                raise PermissionError(13, "Permission denied", str(path))
+            return asked(path, **how)
+
+        monkeypatch.setattr(Path, method, closed)
+
+    return make
+
+
+@pytest.fixture
 def tiny_llama() -> Callable[..., PreTrainedModel]:
     """``tiny_llama(seed=0, **config)``: a random Llama with untied embeddings; equal seeds give equal weights."""
     from transformers import LlamaConfig

@@ -485,16 +485,9 @@ def test_where_no_trial_file_can_be_written_no_records_are_asked_for(groupwise, 
     assert f"cannot be written (No space left on device: {tmp_path}): records need a writable folder" in flat(result.stderr)
 
 
-def test_a_place_for_records_that_may_not_be_looked_into_is_named(groupwise, tmp_path, monkeypatch):
-    exists = Path.exists
-
-    def closed(path, **how):
-        if path.parent.name == "closed":
-            raise PermissionError(13, "Permission denied", str(path))
-        return exists(path, **how)
-
+def test_a_place_for_records_that_may_not_be_looked_into_is_named(groupwise, tmp_path, monkeypatch, deny):
     monkeypatch.setattr("groupwise.cli.evaluate._judge", None)
-    monkeypatch.setattr(Path, "exists", closed)
+    deny("exists")
     result = groupwise("eval", "smollm2-135m-instruct", "--data", "arithmetic", "--out", tmp_path / "closed" / "mine.jsonl")
     assert result.exit_code == 2
     assert "cannot be written (Permission denied: " in flat(result.stderr)

@@ -9,7 +9,6 @@ import re
 import zlib
 from array import array
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from doctor.miniature_runs import GROUPS, G, Story, Written, write_run
@@ -399,15 +398,9 @@ def test_only_a_report_is_written_over(tmp_path):
         write_report([folder], tmp_path / "nowhere" / "report.html")
 
 
-def test_a_place_that_may_not_be_looked_into_is_named(tmp_path, monkeypatch):
-    folder, is_dir = write_run(tmp_path / "run", Story(steps=3)), Path.is_dir
-
-    def closed(path, **how):
-        if path.parent.name == "closed":
-            raise PermissionError(13, "Permission denied", str(path))
-        return is_dir(path, **how)
-
-    monkeypatch.setattr(Path, "is_dir", closed)
+def test_a_place_that_may_not_be_looked_into_is_named(tmp_path, deny):
+    folder = write_run(tmp_path / "run", Story(steps=3))
+    deny("is_dir")
     with pytest.raises(ConfigError, match=r"closed/r\.html' cannot be written \(Permission denied\): name another place"):
         write_report([folder], tmp_path / "closed" / "r.html")
 

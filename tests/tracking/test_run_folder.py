@@ -87,15 +87,8 @@ def test_a_file_in_its_place_is_named(tmp_path):
         RunFolder.create(Config(), tmp_path / "run", "x")
 
 
-def test_a_place_that_may_not_be_looked_into_is_named(tmp_path, monkeypatch):
-    exists = Path.exists
-
-    def closed(path, **how):
-        if path.parent.name == "closed":
-            raise PermissionError(13, "Permission denied", str(path))
-        return exists(path, **how)
-
-    monkeypatch.setattr(Path, "exists", closed)
+def test_a_place_that_may_not_be_looked_into_is_named(tmp_path, deny):
+    deny("exists")
     with pytest.raises(ConfigError, match=r"closed/run' cannot be written \(Permission denied: .*output\.folder"):
         check_named(tmp_path / "closed" / "run")
 
