@@ -93,7 +93,7 @@ def test_samples_of_another_temperature_are_refused(make_prompts):
         assert len(Forgetful().sample(prompts, 1, settings, seed=0, scope="s")) == 1
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/vllm.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/own-engine.md"
 
 
 @pytest.fixture
