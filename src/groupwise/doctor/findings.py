@@ -246,15 +246,14 @@ def flat_in_batch(run: RunRecord) -> Series:
     return Series([(step, left(step, share)) for step, share in flat.points])
 
 
-def worst_stretch(metric: Series, length: int, *, highest: bool = True) -> tuple[float, tuple[int, int]] | None:
-    """The highest (or lowest) mean over ``length`` steps in a row, and the first and last of them; ``None`` for too few steps."""
+def worst_stretch(metric: Series, length: int) -> tuple[float, tuple[int, int]] | None:
+    """The highest mean over ``length`` steps in a row, and the first and last of them; ``None`` for too few steps."""
     if len(metric) < length:
         return None
-    sign = 1 if highest else -1
     running = math.fsum(metric.values[:length])
     best, at = running, 0
     for end in range(length, len(metric)):
         running += metric.values[end] - metric.values[end - length]
-        if sign * running > sign * best:
+        if running > best:
             best, at = running, end - length + 1
     return best / length, (metric.steps[at], metric.steps[at + length - 1])
