@@ -66,6 +66,17 @@ def one_bad_step(step, p):
     return bad if step == 33 else {}
 
 
+def searching(steps, lowest=2.0**14):
+    """Those steps' gradients overflow, by which the loss scale falls from 2^16 to ``lowest``."""
+
+    def metrics(step, p):
+        scale = {"optimizer/loss_scale": max(lowest, 2.0 ** (16 - sum(dropped < step for dropped in steps)))}
+        overflow = {"optimizer/grad_norm": None, "optimizer/dropped_updates": 1.0}
+        return scale | overflow if step in steps else scale
+
+    return metrics
+
+
 def hacked_reward(step, p, text, right):
     return {"correctness": 2.0 if right else 0.0, "length": len(text) / 100}
 
@@ -247,6 +258,16 @@ HEALTHY = {
     "just begun": Story(steps=3, finished=False, evaluations=[("base", 0.0)]),
     "not one step yet": Story(steps=0, finished=False, evaluations=[("base", 0.0)]),
     "answers grow longer and better": Story(metrics=lambda step, p: {"completions/tokens_mean": 30 + 60 * p}),
+    "in bfloat16, rounded stochastically": Story(
+        overrides=["optimizer.precision=stochastic", "model.dtype=bfloat16"],
+        metrics=lambda step, p: {"optimizer/updates_lost": 0.95},
+    ),
+    "in fp16, whose loss scale finds its place": Story(overrides=["model.dtype=float16"], metrics=searching({1, 2, 40})),
+    "with penalties that nobody has earned": Story(
+        overrides=["rewards.functions=[correctness, overlong, {function: keyword, arguments: {avoid: [sorry]}}]"],
+        metrics=lambda step, p: {"reward/overlong": 0.0, "reward/keyword": 0.0},
+        reward=lambda step, p, text, right: {"correctness": 2.0 * right, "overlong": 0.0, "keyword": 0.0},
+    ),
     "sure of itself": Story(metrics=lambda step, p: {"policy/entropy": 0.5 * math.exp(-6 * p)}),
 }  # fmt: skip
 
@@ -301,6 +322,16 @@ def test_one_of_four_letters_stands_for_many_problems_by_right(tmp_path):
     assert "mode-collapse" not in findings_of(tmp_path / "run", Story(write=one_letter))
     same = Story(write=lambda step, p, group, sample, answer: Written(answered("A" if sample < 5 else answer)))
     assert "most samples of 24 of 24 problems" in findings_of(tmp_path / "same", same)["mode-collapse"].summary
+
+
+def test_a_keyword_that_nobody_uses_is_told_and_words_that_nobody_says_are_not(tmp_path):
+    keywords = "{function: keyword, arguments: {avoid: [sorry]}}, {function: keyword, arguments: {words: [therefore]}}"
+    story = Story(
+        overrides=[f"rewards.functions=[{keywords}]"], reward=lambda step, p, text, right: {"keyword": 0.0, "keyword_2": 0.0}
+    )
+    found = findings_of(tmp_path / "run", story)["reward-constant"]
+    assert found.severity == "critical", "nothing is left to learn from"
+    assert [name for name in found.numbers if name.startswith("completions, ")] == ["completions, keyword_2"]
 
 
 def test_failed_groups_are_a_share_of_all_that_were_sampled(tmp_path):
@@ -619,6 +650,18 @@ def test_one_number_that_is_not_finite_is_a_warning_and_several_are_critical(tmp
     for bad, severity in (({30}, "warning"), ({30, 31}, "critical")):
         story = Story(metrics=lambda step, p, bad=bad: {"policy/loss": None} if step in bad else {})
         assert findings_of(tmp_path / str(len(bad)), story)["not-finite"].severity == severity
+
+
+def test_a_loss_scale_that_never_finds_its_place_is_told(tmp_path):
+    """Four overflows in a row are its search. Six are not, nor is one at a scale of 1 (which is not logged) or of the loss."""
+    story = Story(overrides=["model.dtype=float16"], metrics=searching(set(range(20, 24)), 1.0))
+    assert "not-finite" not in findings_of(tmp_path / "four", story)
+    found = findings_of(tmp_path / "six", replace(story, metrics=searching(set(range(20, 26)), 1.0)))["not-finite"]
+    assert (found.severity, found.steps) == ("critical", (24, 25))
+    at_one = replace(story, metrics=searching({20, 40}), without=["optimizer/loss_scale"])
+    assert findings_of(tmp_path / "one", at_one)["not-finite"].severity == "critical"
+    of_the_loss = replace(story, metrics=lambda step, p: searching({20})(step, p) | ({"policy/loss": None} if step == 20 else {}))
+    assert findings_of(tmp_path / "loss", of_the_loss)["not-finite"].steps == (20, 20)
 
 
 def test_a_run_of_three_steps_is_not_called_healthy(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -141,13 +141,27 @@ def constant(run: RunRecord) -> Evidence | None:
         for name, score in record.components.items():
             scores[name].add(score)
             counts[name] += 1
-    flat = [name for name, values in scores.items() if len(values) == 1 and counts[name] >= 64 and moved(run, name) is False]
+    same = [name for name, values in scores.items() if len(values) == 1 and counts[name] >= 64 and moved(run, name) is False]
+    unearned = {name for name in penalties(run) if scores.get(name) == {0.0}}
+    flat = [name for name in same if name not in unearned]
     if not flat:
         return None
     shown = "; ".join(f"{name!r} gave {next(iter(scores[name]))} to all {counts[name]} recorded completions" for name in flat)
     steps = (run.completions[0].step, run.completions[-1].step)
-    severity: Severity | None = "critical" if len(flat) == len(scores) else None
+    severity: Severity | None = "critical" if len(same) == len(scores) else None
     return Evidence(shown, steps, {f"completions, {n}": counts[n] for n in flat}, three(run.completions), severity)
+
+
+def penalties(run: RunRecord) -> set[str]:
+    """Built-in functions, by the names of their scores, that only take away: 0 for everybody is what they are there for."""
+    used: Counter[str] = Counter()
+    names = set()
+    for entry in run.config.rewards.functions if run.config else ():
+        used[entry.called] += 1
+        avoids = entry.function == "keyword" and not entry.arguments.get("words")
+        if avoids or entry.function in ("overlong", "repetition_penalty"):
+            names.add(entry.called if used[entry.called] == 1 else f"{entry.called}_{used[entry.called]}")
+    return names
 
 
 def moved(run: RunRecord, component: str) -> bool:

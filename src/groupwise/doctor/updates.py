@@ -5,6 +5,7 @@ objective: a learned value, the adaptive KL, refills, the sampler's correction, 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from groupwise.doctor.findings import (
     Evidence,
@@ -43,6 +44,8 @@ __all__ = [
 KL_BAND = (0.05, 0.1)
 """Nats per token: what published GRPO runs with a KL term settle in."""
 MANY = 10
+SEARCHED = 5
+"""Halvings of a loss scale in a row that are no longer the search for its place."""
 
 
 def kl_above_band(run: RunRecord) -> Evidence | None:
@@ -120,15 +123,18 @@ def ratio_off(run: RunRecord) -> Evidence | None:
 
 
 def not_finite(run: RunRecord) -> Evidence | None:
-    """A metric that was logged and is no number, or an update that was dropped for it."""
+    """A metric that was logged and is no number, or an update that was dropped for it, but in the search for a loss scale."""
     names = ("policy/loss", "optimizer/grad_norm", "reward/mean")
-    steps, seen = set(), set()
+    steps, seen, in_a_row = set(), set(), 0
     for row in run.steps:
         bad = [name for name in names if name in row and row[name] is None]
         if "reward/mean" in bad and not row.get("completions/tokens_max"):
             bad.remove("reward/mean")  # a step whose groups were all left out has no mean
         if (row.get("optimizer/dropped_updates") or 0) > 0:
             bad.append("optimizer/dropped_updates")
+        in_a_row = in_a_row + 1 if halves_the_scale(row) else 0
+        if 0 < in_a_row < SEARCHED:
+            bad = [name for name in bad if not name.startswith("optimizer/")]
         if bad:
             steps.add(int(row["step"] or 0))
             seen.update(bad)
@@ -147,6 +153,12 @@ def not_finite(run: RunRecord) -> Evidence | None:
         three(completions_between(run, (first, first))),
         None if len(steps) > 1 else "warning",
     )
+
+
+def halves_the_scale(row: Mapping[str, float | None]) -> bool:
+    """Whether the loss is finite, and its gradient overflowed times a loss scale that can still be lowered."""
+    dropped, scale = row.get("optimizer/dropped_updates") or 0, row.get("optimizer/loss_scale") or 1
+    return dropped > 0 and scale > 1 and row.get("policy/loss") is not None
 
 
 def spikes(run: RunRecord) -> Evidence | None:
@@ -186,11 +198,14 @@ def no_movement(run: RunRecord) -> Evidence | None:
 
 def updates_lost(run: RunRecord) -> Evidence | None:
     """Measured, and not reckoned from the settings: most weights are the same number after an update that was to change them."""
+    config = run.config
+    if config and config.optimizer.precision == "stochastic" and not config.model.lora and config.model.dtype != "float32":
+        return None  # earlier versions measured it there, where nothing is lost on average
     lost = series(run, "optimizer/updates_lost")
     worst = worst_stretch(lost, min(MANY, len(lost))) if len(lost) >= 3 else None
     if worst is None or worst[0] <= 0.5:
         return None
-    rate, precision = (run.config.optimizer.learning_rate, run.config.optimizer.precision) if run.config else (math.nan, "?")
+    rate, precision = (config.optimizer.learning_rate, config.optimizer.precision) if config else (math.nan, "?")
     return Evidence(
         f"in steps {worst[1][0]} to {worst[1][1]} {worst[0]:.1%} of the weights that had a gradient were the same number after the "
         f"update (learning rate {rate:g}, optimizer.precision {precision})",

@@ -117,7 +117,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "optimizer/dropped_updates": ("count", "Updates not made because the gradient was not finite."),
     "optimizer/updates_lost": (
         "share",
-        "Weights with a gradient whose update was rounded away for good, in a sample.",
+        "Weights with a gradient whose update was rounded away for good, in a sample; not measured with stochastic rounding.",
     ),
     "optimizer/loss_scale": ("1", "Factor of the loss before the backward pass; only with model.dtype float16."),
     "updates/loss_<k>": (

@@ -225,7 +225,7 @@ class MasterAdamW:
         weakref.finalize(self, _remove, self._hooks).atexit = False  # the parameters may live on, and learn by another optimiser
         self._sums: dict[Tensor, Tensor] = {}
         self.lost: Mean | None = None
-        """Share of the last step's updates that were rounded away; None where no weight had a gradient."""
+        """Share of the last step's updates that were rounded away; None without a gradient, or where it is stochastic."""
         self.masters: list[Tensor] = [self._master(place, p) for place, p in enumerate(self.parameters)]
         self.adamw = self._make_adamw()
 
@@ -357,7 +357,8 @@ class MasterAdamW:
             # bitsandbytes waits for the whole device after each tensor, and that would break a graph which a sampling thread captures.
             with DEVICE_WIDE if self.config.precision == "masters-8bit" else nullcontext():
                 self.adamw.step()
-        self.lost = _lost(before, gradients)
+        # A single update that stochastic rounding loses is not lost on average.
+        self.lost = None if isinstance(self.adamw, StochasticAdamW) else _lost(before, gradients)
         self.publish()
 
     @torch.no_grad()
