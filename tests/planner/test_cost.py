@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from groupwise.config import build_config, load_config
-from groupwise.config.schema import KLConfig, ModelConfig
+from groupwise.config.schema import EntropyConfig, KLConfig, ModelConfig, ValueConfig
 from groupwise.errors import ConfigError
 from groupwise.planner import HARDWARE, ModelShape, Setup, hardware, make_plan
 from groupwise.planner.cost import decode_step_s, link_bytes_per_s, step_cost
@@ -29,6 +29,14 @@ def test_operations_are_those_of_a_hand_count():
     assert cost.learning_flops == 3 * forward
     again = setup.changed(model__gradient_checkpointing=True, algorithm__kl=KLConfig(beta=0.1), algorithm__updates_per_batch=2)
     assert step_cost(again, HARDWARE["cpu"]).learning_flops == 2 * 4 * forward + forward
+    critic = forward - 2 * 8 * 10 * 4  # without the output head
+    valued = (again.changed(algorithm__value=ValueConfig(critic=name)) for name in ("shared", "copy"))
+    shared, own = (step_cost(setup, HARDWARE["cpu"]) for setup in valued)
+    assert shared.learning_flops == 2 * 4 * forward + 2 * forward, "its values are read from a pass of the policy"
+    assert own.learning_flops == 2 * 4 * forward + forward + (1 + 2 * 4) * critic
+    assert own.optimizer_s == 2 * shared.optimizer_s
+    few = setup.changed(algorithm__entropy=EntropyConfig(top_share=0.2))
+    assert step_cost(few, HARDWARE["cpu"]).learning_flops == 4 * forward, "entropies are known after a pass"
 
 
 def test_layers_with_a_window_cost_what_lies_within_it():
@@ -203,6 +211,11 @@ def test_this_machine_can_be_measured(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="there is none here"):
             hardware.measure("cuda")
+
+
+def test_the_link_of_a_measured_card_is_its_own():
+    names = ("NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce GTX 1080 Ti", "cpu")
+    assert [hardware.link_of(name) for name in names] == [12e9, 450e9, 12e9, HARDWARE["cpu"].link_bytes_per_s]
 
 
 def test_a_measured_cpu_is_planned_in_the_numbers_that_it_computes(monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 
 from groupwise.planner.hardware import HARDWARE, NETWORK_BYTES_PER_S, Hardware
 from groupwise.planner.setup import Setup
-from groupwise.planner.state import exchange_bytes, share
+from groupwise.planner.state import critic_of, exchange_bytes, share
 
 __all__ = ["DECODE_LAUNCHES", "DECODE_OPERATIONS", "StepCost", "cost_formulas", "decode_step_s", "link_bytes_per_s", "step_cost"]
 
@@ -24,7 +24,8 @@ class StepCost:
 
     sampling_flops: float
     learning_flops: float
-    """Forward and backward passes over every update, what is computed again for memory's sake, and the reference's pass."""
+    """Forward and backward passes over every update, a critic's too, what is computed again for memory's sake, and passes without
+    gradients."""
     sampling_s: float
     learning_s: float
     optimizer_s: float
@@ -46,14 +47,18 @@ def step_cost(setup: Setup, hardware: Hardware) -> StepCost:
     """The cost of one step at the expected length of completions, every group learnt from."""
     bandwidth = hardware.bytes_per_s * hardware.bandwidth_share
     forward = _forward_flops(setup)
-    learning = _learning_flops(setup, forward)
-    updates = setup.config.algorithm.updates_per_batch
+    learners = [(setup, forward, _scored(setup))]
+    if (critic := critic_of(setup)) is not None:
+        learners.append((critic, _forward_flops(critic, head=False), 1))
+    learning = sum(_learning_flops(*one) for one in learners)
+    merging = sum(_merging_s(one, bandwidth, scored) for one, _, scored in learners)
+    update = sum(_update_s(one, bandwidth) for one, *_ in learners)
     return StepCost(
         sampling_flops=forward,
         learning_flops=learning,
         sampling_s=_sampling_s(setup, hardware),
-        learning_s=learning / _arithmetic(setup, hardware) + _merging_s(setup, bandwidth),
-        optimizer_s=_update_s(setup, bandwidth) * updates + _reference_transfer_s(setup),
+        learning_s=learning / _arithmetic(setup, hardware) + merging,
+        optimizer_s=update * setup.config.algorithm.updates_per_batch + _reference_transfer_s(setup),
         overlapped=setup.ahead > 0,
         communication_s=exchange_bytes(setup) / link_bytes_per_s(setup, hardware),
     )
@@ -65,8 +70,10 @@ def link_bytes_per_s(setup: Setup, hardware: Hardware) -> float:
     return link if setup.world_size <= setup.gpus_per_node else min(link, NETWORK_BYTES_PER_S)
 
 
-def _forward_flops(setup: Setup) -> float:
-    """2 L matrices R + 2 V D T + 4 L H E pairs, over the whole step. Layers with a window have fewer pairs."""
+def _forward_flops(setup: Setup, head: bool = True) -> float:
+    """2 L matrices R + 2 V D T + 4 L H E pairs, over the whole step. Layers with a window have fewer pairs.
+
+    ``head``: whether the output head is computed."""
     shape, n, c, p = setup.shape, setup.prompts, setup.mean_completion, setup.prompt
     g = setup.config.rollout.completions_per_prompt
     if setup.packed:
@@ -76,7 +83,8 @@ def _forward_flops(setup: Setup) -> float:
     else:  # by a library that masks what lies outside of a window, and computes it
         rows = n * g * (p + c - 1)
         pairs = shape.layers * n * g * _seen(p + c - 1)
-    return 2.0 * shape.layers * shape.layer_matrices * rows + 4.0 * pairs * shape.attended + 2.0 * shape.head * n * g * c
+    predicted = 2.0 * shape.head * n * g * c if head else 0.0
+    return 2.0 * shape.layers * shape.layer_matrices * rows + 4.0 * pairs * shape.attended + predicted
 
 
 def _seen(length: int, window: float = inf) -> float:
@@ -85,11 +93,18 @@ def _seen(length: int, window: float = inf) -> float:
     return within * (within + 1) / 2 + (length - within) * within
 
 
-def _learning_flops(setup: Setup, forward: float) -> float:
-    """A backward pass is two forward passes; one where the base is frozen, whose weights need no gradient."""
+def _scored(setup: Setup) -> int:
+    """Passes of a step without gradients: the reference's, and the policy's for values that read its states, or entropies."""
+    value, entropy = setup.config.algorithm.value, setup.config.algorithm.entropy
+    shared, chosen = value is not None and value.critic == "shared", entropy is not None and entropy.top_share < 1
+    return setup.needs_reference + (shared or chosen)
+
+
+def _learning_flops(setup: Setup, forward: float, scored: int) -> float:
+    """A backward pass is two forward passes; one where the base is frozen, whose weights need no gradient. ``scored``: passes
+    without gradients."""
     passes = (2.0 if setup.adapted else 3.0) + (1.0 if setup.config.model.gradient_checkpointing else 0.0)
-    reference = forward if setup.needs_reference else 0.0
-    return setup.config.algorithm.updates_per_batch * passes * forward + reference
+    return (setup.config.algorithm.updates_per_batch * passes + scored) * forward
 
 
 def decode_step_s(setup: Setup, hardware: Hardware, rows: int, length: float, devices: int = 1) -> float:
@@ -157,12 +172,12 @@ _MERGING_BYTES = 28
 """Read and written to merge one weight with what an adapter adds to it, and to round it (``models/merging.py``)."""
 
 
-def _merging_s(setup: Setup, bandwidth: float) -> float:
+def _merging_s(setup: Setup, bandwidth: float, scored: int) -> float:
     """Seconds to merge base and adapter, which is done again for each forward pass, each recomputed one, and each backward pass."""
     if not (setup.adapted and setup.packed):
         return 0.0
     times = 3 if setup.config.model.gradient_checkpointing else 2
-    made = setup.passes * (setup.config.algorithm.updates_per_batch * times + (setup.needs_reference))
+    made = setup.passes * (setup.config.algorithm.updates_per_batch * times + scored)
     return made * _MERGING_BYTES * setup.shape.layers * setup.shape.layer_matrices / bandwidth
 
 
@@ -200,7 +215,7 @@ def cost_formulas(setup: Setup, hardware: Hardware) -> list[tuple[str, str, str]
     rows = min(setup.prompts * rollout.completions_per_prompt, rollout.max_concurrent_sequences)
     step = decode_step_s(setup, hardware, rows, setup.mean_completion / 2)
     passes = cost.learning_flops / max(1.0, cost.sampling_flops)
-    merging = " + 28 bytes a weight and merging" if _merging_s(setup, bandwidth) else ""
+    merging = " + 28 bytes a weight and merging" if _merging_s(setup, bandwidth, 0) else ""
     floor = f", and {1e3 * between:.2f} ms between kernels" if (between := _between_s(setup, rows)) else ""
     rows_of = [
         ("arithmetic", f"{_arithmetic(setup, hardware) / 1e12:,.1f} TFLOP/s", f"{hardware.arithmetic_share:.0%} of {hardware.name}'s"),
