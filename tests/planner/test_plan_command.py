@@ -64,6 +64,11 @@ def test_what_cannot_be_trained_is_not_planned(setting):
             ["--prompt-tokens", "101", "data.max_prompt_tokens=100"],
             "--prompt-tokens is 101, but prompts may have at most 100 tokens",
         ),
+        (["--completion-tokens", "49"], "--completion-tokens is 49, but completions have at most 48 tokens"),
+        (
+            ["rollout.engine=vllm", "rollout.vllm.max_model_tokens=48"],
+            "rollout.max_completion_tokens is 48, but the context of smollm2-135m-instruct is 48 tokens",
+        ),
     ],
 )
 def test_what_the_trainer_refuses_for_its_length_is_not_planned(words, said):
@@ -71,6 +76,25 @@ def test_what_the_trainer_refuses_for_its_length_is_not_planned(words, said):
     refused = CliRunner().invoke(app, ["plan", "quickstart", "--hardware", "cpu", *words])
     assert refused.exit_code == 2, refused.output
     assert said in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["polaris-3b-qlora"], "vllm, which is sent plain weights, but model.quantization is 4bit: use rollout.engine=auto"),
+        (["gsm8k-0.5b", "--world-size", "2"], "which is for one process, but there are 2"),
+        (["gsm8k-0.5b", "model.name=Qwen/Qwen2.5-7B"], "one sequence of 131072 tokens take 21.2 GiB: set it to 0.89 at least"),
+        (["gsm8k-0.5b", "model.name=Qwen/Qwen2.5-7B", "rollout.vllm.max_model_tokens=2048"], "set it to 0.6 at least"),
+    ],
+)
+def test_what_vllm_beside_the_trainer_cannot_do_is_not_planned(words, said):
+    words = ["plan", *words, "--hardware", "rtx-4090", "rollout.engine=vllm"]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2, refused.output
+    assert said in refused.stderr
+    if "share" in refused.stderr:
+        enough = "rollout.vllm.gpu_memory_share=" + said.removesuffix(" at least").rpartition(" ")[2]
+        assert CliRunner().invoke(app, [*words, enough]).exit_code == 1, "it does not fit beside the policy"
 
 
 def test_any_phase_may_be_the_fullest():

@@ -8,6 +8,7 @@ import pytest
 from transformers import Qwen2Config
 
 from groupwise.config import load_config
+from groupwise.config.combinations import refuse_with_vllm
 from groupwise.planner import HARDWARE, make_plan
 from groupwise.planner import plan as plan_module
 from groupwise.planner.memory import peak_bytes
@@ -44,9 +45,12 @@ def drawn(rng):
     )
     if rng.random() < 0.2:
         overrides += ["algorithm.preset=ppo", "algorithm.value.critic=copy", "algorithm.kl=null", "training.sharding=none"]
-    if rng.random() < 0.15:
-        overrides += ["rollout.engine=vllm", "training.sharding=none"]
-    return recipe, overrides, HARDWARE[rng.choice(["rtx-4090", "a100-40gb", "a100-80gb", "cpu"])], rng.choice([1, 1, 2, 8])
+    by_vllm = rng.random() < 0.15
+    card, processes = HARDWARE[rng.choice(["rtx-4090", "a100-40gb", "a100-80gb", "cpu"])], rng.choice([1, 1, 2, 8])
+    if by_vllm:
+        where = "url=http://127.0.0.1:8300" if processes > 1 else "cache_gib=2"
+        overrides += ["rollout.engine=vllm", "training.sharding=none", f"rollout.vllm.{where}"]
+    return recipe, overrides, card, processes
 
 
 def seeds(fast, slow):
@@ -189,8 +193,16 @@ def test_nothing_that_fits_is_said_so():
     assert [one.fits for one in made.suggestions] == [False]
 
 
-@pytest.mark.parametrize(("recipe", "processes"), [("gsm8k-7b-8gpu", 8), ("gsm8k-1.5b-8gpu", 8), ("polaris-3b", 1)])
-def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "processes", "overrides"),
+    [
+        ("gsm8k-7b-8gpu", 8, []),
+        ("gsm8k-1.5b-8gpu", 8, []),
+        ("polaris-3b", 1, []),
+        ("polaris-3b", 1, ["rollout.engine=vllm", "rollout.vllm.cache_gib=1"]),
+    ],
+)
+def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, overrides, monkeypatch):
     """The trainer's own checks over every suggestion, for a small card."""
     from groupwise.distributed import sharding as launched
     from groupwise.training import sharding
@@ -198,11 +210,14 @@ def test_nothing_is_suggested_that_the_trainer_refuses(recipe, processes, monkey
 
     monkeypatch.setattr(zero, "refuse_without_deepspeed", lambda reason: None)
     monkeypatch.setattr(launched, "refuse_without_deepspeed", lambda reason: None)
-    made = make_plan(load_config(recipe), HARDWARE["rtx-4090"], world_size=processes)
+    made = make_plan(load_config(recipe, overrides), HARDWARE["rtx-4090"], world_size=processes)
     assert not made.fits
     assert made.suggestions
-    for one in made.suggestions:
-        sharding.check_sharding(load_config(recipe, settings_of(one)), Qwen2Config(), processes=8)
+    tried = [one for limit in (12, 13, 24) for one in suggest(made.setup, HARDWARE["rtx-4090"], limit * GIB, most=99)]
+    for one in (*made.suggestions, *tried):
+        config = load_config(recipe, [*overrides, *settings_of(one)])
+        sharding.check_sharding(config, Qwen2Config(), processes=8)
+        refuse_with_vllm(config.rollout, one.world_size, config.model.quantization)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rich.console import Console
 from groupwise.config import load_config
 from groupwise.errors import TrainingError
 from groupwise.memory import available_memory_bytes, total_memory_bytes
+from groupwise.planner import peak_phase, phases
 from groupwise.planner.memory import beside_state, disk_bytes, evaluation, passes
 from groupwise.training import microbatches, short_memory
 from groupwise.training.loop import train
@@ -66,7 +67,7 @@ def test_a_divided_run_is_judged_by_what_one_process_holds(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * 2**30, 80 * 2**30))
     gpu = torch.device("cuda")
     assert short_memory.memory_shortage(config, gpu, processes=8) is None
-    assert "156.7" in short_memory.memory_shortage(config, gpu, processes=1).sentence
+    assert "156.3" in short_memory.memory_shortage(config, gpu, processes=1).sentence
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "0")
     assert short_memory.memory_shortage(config, gpu) is None, "as many as were started"
@@ -74,6 +75,34 @@ def test_a_divided_run_is_judged_by_what_one_process_holds(monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "2")
     by_launcher = load_config("gsm8k-7b-8gpu", ["training.sharding=auto"])
     assert short_memory.memory_shortage(by_launcher, gpu) is None, "or as the launcher divides it"
+
+
+def test_what_lies_outside_the_gpu_is_held_against_the_machine_s_own_memory(monkeypatch):
+    """1.5B: fp32 masters, moments and gradients, 16 bytes for each weight and more, since pinned blocks are rounded up."""
+    gpu, gib = torch.device("cuda"), 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * gib, 80 * gib))
+    monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: 16 * gib)
+    settings = ["training.sharding=none", "optimizer.offload=true"]
+    config = load_config("gsm8k-1.5b-8gpu", settings)
+    short = short_memory.memory_shortage(config, gpu, processes=1)
+    assert "GiB of the machine's own memory for what lies outside the GPU, and 16.0 GiB are free there" in short.sentence
+    assert short.needed > 16 * 1.5e9
+    assert "leave out optimizer.offload" in short.remedy
+    assert "memory, in 8 processes for what" in short_memory.memory_shortage(config, gpu, processes=8).sentence
+    assert short_memory.memory_shortage(config, gpu, processes=8).needed == 8 * short.needed
+    assert short_memory.memory_shortage(load_config("gsm8k-1.5b-8gpu", settings[:1]), gpu, processes=1) is None
+    monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: 64 * gib)
+    assert short_memory.memory_shortage(config, gpu, processes=1) is None
+
+
+def test_the_driver_s_context_is_there_when_one_asks_what_is_free(monkeypatch):
+    config, gpu, free = load_config("gsm8k-1.5b-24gb"), torch.device("cuda"), 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 24 * 2**30))
+    peak = peak_phase(phases(short_memory.planned(config, gpu, processes=1))).bytes
+    free = peak - 400 * 2**20
+    assert short_memory.memory_shortage(config, gpu, processes=1) is None
+    free -= 1
+    assert short_memory.memory_shortage(config, gpu, processes=1).free == free
 
 
 def test_a_machine_that_cannot_bring_a_checkpoint_together_is_named_before_the_run(monkeypatch):

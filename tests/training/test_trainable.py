@@ -45,6 +45,21 @@ def test_a_base_that_bitsandbytes_has_quantised_already_is_taken_as_one_that_is_
     assert prepare(tiny_config(tmp_path, sums, model={"lora": {"rank": 4}}), letters).config.model.quantization == "4bit"
 
 
+@pytest.mark.parametrize(
+    ("model", "processes", "complaint"),
+    [
+        ({"lora": {"rank": 4}, "quantization": "4bit"}, 1, "is sent plain weights, but model.quantization is 4bit"),
+        ({}, 2, "is for one process, but there are 2"),
+    ],
+)
+def test_what_vllm_cannot_sample_is_refused_before_weights_are_read(tmp_path, sums, model, processes, complaint):
+    if model:
+        pytest.importorskip("bitsandbytes")
+    config = tiny_config(write_tiny_llama(tmp_path), sums, model=model, rollout={"engine": "vllm"})
+    with pytest.raises(ConfigError, match=complaint):
+        prepare(config, processes=processes)
+
+
 def test_experts_that_an_adapter_leaves_alone_are_told(tmp_path, sums, letters):
     pytest.importorskip("transformers", minversion="5", reason="before, experts are linear layers")
     for folder, leaves in ((write_tiny_mixture(tmp_path / "mixture"), True), (write_tiny_llama(tmp_path / "dense"), False)):

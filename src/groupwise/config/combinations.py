@@ -1,6 +1,6 @@
 """Combinations of settings: notes on those with a surprising effect, or with none where a refusal would be in the way (``inert`` has the
-others); and refusal of what cannot be trained, divided among processes (``training.sharding``) or held by the model's context, for the
-trainer and for a plan without torch.
+others); and refusal of what cannot be trained, sampled by vLLM, divided among processes (``training.sharding``) or held by the
+model's context, for the trainer and for a plan without torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 
 from groupwise.config.inert import chosen
 from groupwise.config.objective import GroupAdvantage, OwnAdvantage
-from groupwise.config.schema import Config, ModelConfig
+from groupwise.config.schema import Config, ModelConfig, RolloutConfig
 from groupwise.config.section import shown
 from groupwise.errors import ConfigError
 
@@ -21,6 +21,7 @@ __all__ = [
     "refuse_short_critic",
     "refuse_undividable",
     "refuse_untrainable",
+    "refuse_with_vllm",
     "unsampled",
     "unsaved_work",
 ]
@@ -255,6 +256,22 @@ def refuse_untrainable(model: ModelConfig, stored: str = "none") -> None:
         raise ConfigError(
             f"the weights of {model.name!r} are quantised ({stored}) and model.lora is null, but weights stored in so few bits cannot be "
             "trained themselves: add 'model.lora={rank: 16, alpha: 32}', or name the model that it was made of"
+        )
+
+
+def refuse_with_vllm(rollout: RolloutConfig, processes: int, quantization: str = "none") -> None:
+    """Raise ConfigError for what vLLM cannot sample: a base of that ``quantization``, or several processes without a server."""
+    if rollout.engine != "vllm":
+        return
+    if quantization != "none":
+        raise ConfigError(
+            f"rollout.engine is vllm, which is sent plain weights, but model.quantization is {quantization}: use "
+            "rollout.engine=auto"
+        )
+    if rollout.vllm.url is None and processes > 1:
+        raise ConfigError(
+            f"rollout.engine is vllm in the trainer's own process, which is for one process, but there are {processes}: start a "
+            "server (python -m groupwise.engines.vllm MODEL) and let rollout.vllm.url name it"
         )
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.config.combinations import prompt_limit, refuse_short_critic, refuse_undividable, refuse_untrainable
+from groupwise.config.combinations import (
+    prompt_limit,
+    refuse_short_critic,
+    refuse_undividable,
+    refuse_untrainable,
+    refuse_with_vllm,
+)
 from groupwise.config.schema import Config
 from groupwise.data.named import canonical_name
 from groupwise.errors import ConfigError
@@ -17,7 +24,7 @@ from groupwise.planner.hardware import GPUS_OF_A_MACHINE, HARDWARE, Hardware, al
 from groupwise.planner.memory import Item, Phase, gathered_bytes, host_bytes, peak_phase, phases
 from groupwise.planner.setup import Setup, unknown_judges
 from groupwise.planner.shape import KNOWN_SHAPES, find_shape
-from groupwise.planner.state import critic_of, divided
+from groupwise.planner.state import critic_of, divided, least_for_vllm
 from groupwise.planner.suggest import Suggestion, suggest
 
 __all__ = ["LEGEND", "Plan", "hints", "make_plan", "plan_run", "smaller_model", "too_close", "training_problems"]
@@ -212,15 +219,19 @@ def make_plan(
     """Plan a run on ``world_size`` devices of this kind; ``limit_bytes``: another memory size than the table has. On CPUs it is a
     machine's, which its processes share.
 
-    Raises ModelError where the model's config.json cannot be had, and ConfigError where the trainer cannot train or divide the model
-    as the settings ask, whatever is installed, or where prompt and completion do not fit its context or that of a critic of its own.
+    Raises ModelError where the model's config.json cannot be had, and ConfigError where the trainer cannot train, sample or
+    divide the model as the settings ask, whatever is installed, or where prompt and completion do not fit its context or that of
+    a critic of its own.
     """
     refuse_untrainable(config.model)
     shape = find_shape(config.model)
     refuse_untrainable(config.model, shape.stored)
     if shape.stored != "none":
         config = config.model_copy(update={"model": config.model.model_copy(update={"quantization": shape.stored})})
-    _refuse_too_long(config, shape.context, prompt_tokens)
+    refuse_with_vllm(config.rollout, world_size, config.model.quantization)
+    if config.rollout.engine == "vllm" and config.rollout.vllm.url is None:
+        shape = replace(shape, context=min(shape.context, config.rollout.vllm.max_model_tokens or shape.context))
+    _refuse_too_long(config, shape.context, prompt_tokens, mean_completion_tokens)
     limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
     setup = Setup(
         config,
@@ -234,6 +245,7 @@ def make_plan(
     )
     if setup.device == "cpu":
         limit //= setup.processes_here
+    _refuse_small_share(setup)
     refuse_undividable(config, setup.sharding, setup.shape.uncovered)
     why = None
     if setup.device != "cpu":
@@ -252,11 +264,30 @@ def make_plan(
     return Plan(setup, hardware, limit, tuple(phases(setup)), step_cost(setup, hardware), tuple(suggest(setup, hardware, limit)))
 
 
-def _refuse_too_long(config: Config, context: int, prompt_tokens: int) -> None:
-    """Raise ConfigError for lengths that the trainer refuses beside a context of so many tokens."""
+def _refuse_small_share(setup: Setup) -> None:
+    """Raise ConfigError where vLLM would not start in its share of the GPU, and would in a larger one."""
+    settings, needed = setup.config.rollout.vllm, least_for_vllm(setup)
+    if not setup.by_vllm or settings.url is not None or settings.cache_gib is not None or setup.device == "cpu":
+        return
+    share, least = settings.gpu_memory_share, math.ceil(100 * needed / setup.device_bytes) / 100
+    if share < least < 1:
+        raise ConfigError(
+            f"rollout.vllm.gpu_memory_share is {share:g}, {share * setup.device_bytes / 2**30:.1f} GiB, but vLLM's weights and "
+            f"the cache of one sequence of {setup.shape.context} tokens take {needed / 2**30:.1f} GiB: set it to {least:g} at "
+            "least, or lower rollout.vllm.max_model_tokens"
+        )
+
+
+def _refuse_too_long(config: Config, context: int, prompt_tokens: int, mean_completion_tokens: int) -> None:
+    """Raise ConfigError for lengths that the trainer refuses beside a context of so many tokens, or that cannot occur."""
     completion = config.rollout.max_completion_tokens
     longest = prompt_limit(config, context, completion, "rollout.max_completion_tokens")
     prompt_limit(config, context, config.evaluation.max_completion_tokens or completion, "evaluation.max_completion_tokens")
+    if mean_completion_tokens > completion:
+        raise ConfigError(
+            f"--completion-tokens is {mean_completion_tokens}, but completions have at most {completion} tokens: lower it, or "
+            "raise rollout.max_completion_tokens"
+        )
     if prompt_tokens > longest and config.data.on_long_prompt == "error":
         raise ConfigError(
             f"--prompt-tokens is {prompt_tokens}, but prompts may have at most {longest} tokens beside completions of {completion}, by "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from groupwise.config.combinations import refuse_undividable
+from groupwise.config.combinations import refuse_undividable, refuse_with_vllm
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ConfigError, ModelError
 from groupwise.limits import GRADIENT_BUCKET, ZERO_BUCKET
@@ -22,7 +22,8 @@ from groupwise.planner.shape import ModelShape, find_shape
 
 __all__ = [
     "Item", "Part", "Phase", "critic_of", "divided", "exchange_buffers", "exchange_bytes", "flat_gradient",
-    "gathered_for_passes", "gathered_for_sampling", "gradients", "refused", "scattered", "share", "shared_formula", "state",
+    "gathered_for_passes", "gathered_for_sampling", "gradients", "least_for_vllm", "refused", "scattered", "share",
+    "shared_formula", "state",
 ]  # fmt: skip
 
 
@@ -120,8 +121,9 @@ def flat_gradient(setup: Setup) -> list[Item]:
 
 
 def refused(setup: Setup) -> bool:
-    """Whether the trainer does not divide a run with these settings."""
+    """Whether the trainer does not divide a run with these settings, or vLLM does not sample it."""
     try:
+        refuse_with_vllm(setup.config.rollout, setup.world_size, setup.quantised)
         refuse_undividable(setup.config, setup.sharding, setup.shape.uncovered)
     except ConfigError:
         return True
@@ -268,6 +270,14 @@ def _reference(setup: Setup) -> list[Item]:
     return [reference, average] if kl is not None and kl.reference_mixing < 1 else [reference]
 
 
+def least_for_vllm(setup: Setup) -> int:
+    """Bytes without which vLLM in the trainer's process does not start: its weights, and the cache of its longest sequence."""
+    shape, s = setup.shape, setup.weight_bytes
+    longest = min(shape.context, setup.config.rollout.vllm.max_model_tokens or shape.context)
+    seen = sum(layers * int(min(longest, window)) for window, layers in shape.layers_by_window.items())
+    return s * shape.parameters + shape.cached(s) * seen // shape.layers
+
+
 def _vllm(setup: Setup, learns: bool) -> list[Item]:
     """vLLM in the trainer's own process: its weights and its cache, or its share of a GPU, which is both; what is left of it where it
     sleeps while the policy ``learns``."""
@@ -278,8 +288,8 @@ def _vllm(setup: Setup, learns: bool) -> list[Item]:
         return [Item("vLLM", _ASLEEP, "asleep: captured graphs and workspaces, an allowance")]
     if settings.cache_gib is not None:
         return [Item("vLLM", weights + int(settings.cache_gib * 2**30), "s P + rollout.vllm.cache_gib")]
-    taken = int(settings.gpu_memory_share * setup.device_bytes)
-    return [Item("vLLM", max(weights, taken), "rollout.vllm.gpu_memory_share of the GPU, its s P of weights included")]
+    taken = max(least_for_vllm(setup), int(settings.gpu_memory_share * setup.device_bytes))
+    return [Item("vLLM", taken, "rollout.vllm.gpu_memory_share of the GPU, its s P of weights included")]
 
 
 _ASLEEP = 2 * 2**30

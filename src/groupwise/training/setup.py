@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from groupwise.algorithm import Objective
-from groupwise.config.combinations import note_on_processes, notes, prompt_limit, refuse_untrainable
+from groupwise.config.combinations import note_on_processes, notes, prompt_limit, refuse_untrainable, refuse_with_vllm
 from groupwise.config.schema import Config
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.named import is_prepared
@@ -60,7 +60,7 @@ from groupwise.serving.agents import open_agents
 from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
-from groupwise.training.short_memory import SHORT_OF_MEMORY, Shortage, checkpoint_note, disk_note, memory_shortage
+from groupwise.training.short_memory import Shortage, checkpoint_note, disk_note, memory_shortage
 from groupwise.training.warm_start import check_worked_examples
 from groupwise.types import Problem, Prompt
 
@@ -142,13 +142,15 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         RewardError: a reward function cannot be loaded, or needs a column that the data lacks.
         DataError, AnswerError: the data is missing, empty or unreadable, or a prompt does not fit the context.
         ConfigError: no prompt at all could fit beside the completion, a tracker's package is not installed, a loss or an advantage of
-            the user's cannot be found or does not take its settings, or the processes cannot divide the model as they are asked to.
+            the user's cannot be found or does not take its settings, vLLM cannot sample the model, or the processes cannot
+            divide it as they are asked to.
         TrainingError: the disk has no room for the final model.
     """
     refuse_untrainable(config.model)
     check_model(config.model, reads_weights=is_first_process())
     check_adapter(config.model)  # of what was asked for
     config = _with_stored_bits(config)
+    refuse_with_vllm(config.rollout, processes or world_size(), config.model.quantization)
     check_engine(config.rollout)
     check_trackers(config)
     Objective.from_config(config.algorithm)  # finds a loss or an advantage of the user's
@@ -237,7 +239,7 @@ def _notes(
         _note_on_idle_gpus(config, processes),
         _note_on_unusable_gpu(config),
         note_on_date(tokenizer, config.prompt),
-        f"{short.sentence}: {SHORT_OF_MEMORY}" if short is not None else None,
+        f"{short.sentence}: {short.remedy}" if short is not None else None,
         checkpoint_note(config, resolve_device(config.model.device), processes),
         disk_note(config, folder or Path(config.output.folder or "runs")),
     ]

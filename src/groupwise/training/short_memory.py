@@ -21,7 +21,7 @@ from groupwise.models.devices import with_dtype
 from groupwise.models.load import resolve_device
 from groupwise.models.saving import free_disk_bytes
 from groupwise.planner import Setup, peak_phase, phases
-from groupwise.planner.memory import Item, beside_state, disk_bytes, evaluation, gathered_bytes, passes
+from groupwise.planner.memory import Item, beside_state, disk_bytes, evaluation, gathered_bytes, host_bytes, passes
 from groupwise.planner.shape import find_shape
 from groupwise.planner.state import state
 from groupwise.tracking import RunFolder
@@ -37,6 +37,8 @@ SHORT_OF_MEMORY = (
     "lower training.micro_batch_tokens or rollout.max_concurrent_sequences, set model.gradient_checkpointing or model.lora; "
     "`groupwise plan` says what takes how much"
 )
+_CONTEXT = 400 * 2**20
+"""Of what a plan allows for a process on a GPU, the driver's context, which is there once one asks how much is free."""
 _SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory", "Failed to CUDA calloc")
 
 
@@ -47,6 +49,7 @@ class Shortage:
     needed: int
     free: int
     sentence: str
+    remedy: str = SHORT_OF_MEMORY
 
 
 def memory_shortage(
@@ -56,22 +59,31 @@ def memory_shortage(
 
     Args:
         prompt_tokens: the longest prompt; 0 takes a typical one.
-        processes: how many the run would have, where they have not been started; by itself as many as the launcher started. On CPUs
-            those of this machine share its memory.
+        processes: how many the run would have, where they have not been started; by itself as many as the launcher started. Those
+            of this machine share its memory, with GPUs for what lies outside them.
     """
     size = processes or world_size()
     setup = planned(config, device, prompt_tokens, size)
     if setup is None:
         return None
-    peak = peak_phase(phases(setup))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if device.type == "cpu" else 1
+    peak, free = peak_phase(phases(setup)), available_memory_bytes()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", setup.processes_here if device.type == "cuda" else size))
+    together = f", in {here} processes" if here > 1 else ""
     if device.type == "cuda":
-        needed, there = peak.bytes, torch.cuda.mem_get_info(device)[0]
+        if (outside := here * host_bytes(setup)) > free:
+            return Shortage(
+                outside,
+                free,
+                f"this run will need about {outside / _GIB:.1f} GiB of the machine's own memory{together} for what lies outside "
+                f"the GPU, and {free / _GIB:.1f} GiB are free there",
+                "leave out optimizer.offload or training.offload_reference, train an adapter (model.lora), or take a machine "
+                "with more",
+            )
+        needed, there, together = peak.bytes - _CONTEXT, torch.cuda.mem_get_info(device)[0], ""
     else:
-        needed, there = here * (peak.bytes - psutil.Process().memory_info().rss), available_memory_bytes()
+        needed, there = here * (peak.bytes - psutil.Process().memory_info().rss), free
     if needed <= there:
         return None
-    together = f", in {here} processes" if here > 1 else ""
     return Shortage(
         needed,
         there,

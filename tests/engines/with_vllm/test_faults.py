@@ -355,5 +355,5 @@ def test_vllm_in_this_process_is_on_the_first_gpu(monkeypatch, tiny_llama):
 
 def test_vllm_in_this_process_is_for_one_process(monkeypatch, tiny_llama):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="is for one process, but several were started"):
+    with pytest.raises(ConfigError, match="is for one process, but there are 2"):
         check_vllm(RolloutConfig(engine="vllm"), tiny_llama().config, "a/b")

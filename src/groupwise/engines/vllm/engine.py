@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from groupwise.config.combinations import refuse_with_vllm
 from groupwise.config.schema import RolloutConfig, VllmConfig
 from groupwise.distributed import World
 from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
@@ -365,12 +366,8 @@ def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str, device: str =
     """
     if rollout.engine != "vllm":
         return None
+    refuse_with_vllm(rollout, int(os.environ.get("WORLD_SIZE", "1")))
     if rollout.vllm.url is None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                "rollout.engine is vllm in the trainer's own process, which is for one process, but several were started: start a server "
-                "(python -m groupwise.engines.vllm MODEL) and let rollout.vllm.url name it"
-            )
         if (index := device.partition(":")[2]) not in ("", "0"):
             seen = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
             gpu = seen.get(int(index), "").strip() or index  # among those that the variable leaves
