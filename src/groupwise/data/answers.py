@@ -70,7 +70,8 @@ ENDED = re.compile(
     r"[.,;:?](?![0-9])|[ ~]+[(\"'“‘|#✓✅—]|\|"
 )
 """What ends a number where no word follows; a sign of arithmetic does not."""
-OPENED = re.compile(r"(?:\*\*|__|[$`\"'“‘ (\[]|(?<!\\)\{|\\(?:boxed|text|mathbf|mathrm|textbf)(?=\s?\{)|\\[(\[,;])$")
+OPENED = re.compile(r"(?:\*\*|__|[$`\"'“‘ (\[]|(?<!\\)\{|\\(?:boxed|text[a-z]*|math[a-z]*)|\\[(\[,;])$")
+"""What may open before a number; of a command with braces these went before it, so that its name ends the text."""
 LEADING, THOUSANDS = re.compile(r"(?<![\w.,])[0-9]{1,3}[ \u00a0\u202f]$"), re.compile(r"[0-9]{3}(?![0-9,/])")
 """Of one number whose thousands are set apart by spaces."""
 TAG = re.compile(r"</?\w[^<>]*>\s*$")
@@ -91,6 +92,8 @@ RUNNING_ON = frozenset(
     )
 )
 """Words that may follow a number in a sentence without being a part of it."""
+AND_A_PART = re.compile(r"[ ~]*and (?:an?|one|two|three|four)[ -](?:half|thirds?|quarters?|fourths?|fifths?)(?![a-z])")
+"""What makes ``5 and a half`` of the number before it."""
 LONGEST_TEXT = 4000
 """Characters at the end of a completion in which a final formula is looked for."""
 
@@ -280,6 +283,8 @@ def _last_number_is(number: str, before: str, behind: str, reference: str) -> bo
         measured, expected = read_quantity(f"{number}{' ' if word['space'] else ''}{unit}"), read_quantity(reference)
         return measured is not None and expected is not None and quantities_equal(measured, expected)
     if not word["space"] or not unit.isalpha() or (len(unit) == 1 and unit not in "aI"):
+        return False
+    if AND_A_PART.match(behind):
         return False
     return (lower in RUNNING_ON or not changes_the_value(lower)) and numeric_equal(number, reference)
 
