@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,11 @@ def test_numbers_of_few_bits_are_read_as_they_were_written(tmp_path: Path) -> No
     datasets = pytest.importorskip("datasets")
     for kind, written in ((pyarrow.float32(), 3.14), (pyarrow.float16(), 3.14), (pyarrow.float64(), 0.1 + 0.2)):
         columns = {"question": ["pi?", "e?"], "answer": pyarrow.array([written, 2.0], pyarrow.float64()).cast(kind)}
-        table = pyarrow.table({**columns, "level": pyarrow.array([None, 0.7], kind)})
+        nested = {
+            "levels": pyarrow.array([[0.7, None], None], pyarrow.list_(kind)),
+            "record": pyarrow.array([{"level": 0.7}, {"level": None}], pyarrow.struct([("level", kind)])),
+        }
+        table = pyarrow.table({**columns, "level": pyarrow.array([None, 0.7], kind), **nested})
         path = tmp_path / f"{kind}.parquet"
         pyarrow.parquet.write_table(table, path)
         datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(str(tmp_path / str(kind)))
@@ -102,6 +107,16 @@ def test_numbers_of_few_bits_are_read_as_they_were_written(tmp_path: Path) -> No
             found = load_problems(config(source, holdout=0)).train
             assert [p.answer for p in found] == [str(written), "2"]
             assert [p.columns["level"] for p in found] == [None, 0.7]
+            assert [p.columns["levels"] for p in found] == [[0.7, None], None]
+            assert [p.columns["record"] for p in found] == [{"level": 0.7}, {"level": None}]
+
+
+def test_decimals_are_read_digit_by_digit(tmp_path: Path) -> None:
+    """As text a zero with eight places is 0E-8, which no answer equals."""
+    answers = pyarrow.array([Decimal(0), Decimal("0.00000015")], pyarrow.decimal128(18, 8))
+    path = tmp_path / "decimals.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["none?", "some?"], "answer": answers}), path)
+    assert [p.answer for p in load_problems(config(path, holdout=0)).train] == ["0.00000000", "0.00000015"]
 
 
 def test_folders_with_a_file_per_split(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -249,19 +249,29 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{str(path)!r} is not a Parquet file ({error}): download or write it again") from error
     narrow = _narrow(table.schema)
     for number, values in enumerate(entries, start=1):
-        yield Row(f"{path.name} row {number}", _as_written(values, narrow))
+        yield Row(f"{path.name} row {number}", {**values, **_as_written(values, narrow)})
 
 
-def _narrow(schema: Any) -> dict[str, Any]:
-    """numpy's type of each column of numbers with a point that has fewer than 64 bits."""
+def _narrow(schema: Any) -> list[Any]:
+    """The fields that may hold, also in lists and records, numbers with a point of fewer than 64 bits: ``float`` and ``halffloat``."""
+    return [field for field in schema if "float" in str(field.type)]
+
+
+def _as_written(values: Mapping[str, Any], fields: Iterable[Any]) -> dict[str, Any]:
+    """Of ``values`` those of ``fields``, with the shortest numbers that are the same in their types: 3.14, not 3.140000104904175, which
+    no answer equals."""
+    return {field.name: _shortest(values[field.name], field.type) for field in fields if field.name in values}
+
+
+def _shortest(value: Any, kind: Any) -> Any:
     from pyarrow import types
 
-    return {f.name: f.type.to_pandas_dtype() for f in schema if types.is_float16(f.type) or types.is_float32(f.type)}
-
-
-def _as_written(values: dict[str, Any], narrow: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the shortest numbers that are the same in ``narrow`` types: 3.14, not 3.140000104904175, which no answer equals."""
-    return {**values, **{name: float(str(kind(values[name]))) for name, kind in narrow.items() if values.get(name) is not None}}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_shortest(one, kind.value_type) for one in value]
+    if isinstance(value, dict) and types.is_struct(kind):
+        return {**value, **_as_written(value, kind)}
+    narrow = value is not None and (types.is_float16(kind) or types.is_float32(kind))
+    return float(str(kind.to_pandas_dtype()(value))) if narrow else value
 
 
 def _read_folder(folder: Path, split: str, subset: str | None) -> Table:
@@ -404,6 +414,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _dataset_table(loaded: Any, label: str, split: str) -> Table:
-    narrow = _narrow(loaded.features.arrow_schema) if getattr(loaded, "features", None) else {}
-    rows = (Row(f"row {number}", _as_written(values, narrow)) for number, values in enumerate(loaded, start=1))
+    narrow = _narrow(loaded.features.arrow_schema) if getattr(loaded, "features", None) else []
+    rows = (Row(f"row {number}", {**values, **_as_written(values, narrow)}) for number, values in enumerate(loaded, start=1))
     return Table(tuple(rows), label, split)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -419,11 +418,13 @@ def _answer_texts(value: object) -> list[str]:
 
 
 def _answer_text(value: object) -> str:
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    if value is None or (isinstance(value, (float, Decimal)) and not Decimal(value).is_finite()):
         raise AnswerError("the answer is missing: correct the row")
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else format(Decimal(repr(value)), "f")
-    if isinstance(value, (str, int, Decimal)):
+    if isinstance(value, Decimal):  # as text, a zero with eight places is 0E-8, which no answer equals
+        return format(value, "f")
+    if isinstance(value, (str, int)):
         return str(value)
     raise AnswerError(f"the answer is a {type(value).__name__}, not text or a number: set data.answer_column to a plain column")
 
