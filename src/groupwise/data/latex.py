@@ -106,6 +106,7 @@ SIDE_BY_SIDE = re.compile(
 """Two numbers without a sign between them, but for ``2 1/2``: math-verify adds them (``5 6`` is 11) or drops all but zeros (``10 000``)."""
 WORD_AFTER_NUMBER = re.compile(r"(?<=[0-9])(\s*)([A-Za-z]{2,})(?![A-Za-z])")
 EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
+RELATION = re.compile(rf"{EQUALS.pattern}|[<>]|\\(?:le|ge|neq?)(?![A-Za-z])")
 NAME = re.compile(
     r"(?:(?:m\s?)?\\(?:angle|measuredangle|triangle)\s?)?"
     r"(?:[A-Za-z]|(?P<points>[A-Z]{2,4})|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|rho|sigma|tau|omega|Delta|Theta|Omega))"
@@ -329,6 +330,14 @@ def _list(text: str) -> list[str]:
             items.append(text[begin:place].strip())
             begin = place + 1
     return [*items, text[begin:].strip()]
+def _is_solved(text: str) -> bool:
+    r"""Whether ``text`` says what one name is: ``x = 3``, ``3 = x``, ``1 < x \le 2``, and neither ``x + 3 = 6`` nor ``2x - 3 = x``.
+    The letters e and i are numbers."""
+    sides = [side.strip() for side in RELATION.split(text)]
+    lettered = [side for side in sides if {*re.findall("[A-Za-z]", COMMANDS.sub("", side))} - {"e", "i"}]
+    return len(sides) > 1 and len(lettered) == 1 and _is_name(lettered[0])
+
+
 
 
 # --- what math-verify is asked ---------------------------------------------------------------------------------------------
@@ -348,6 +357,8 @@ def _ask(answer: str, reference: str, timeout_s: float) -> bool:
         return False
     return algebra.equivalent(answer, reference, timeout_s)
 
+    if _is_solved(reference) and RELATION.search(answer) and not _is_solved(answer):
+        return False  # the problem itself or a step on the way, which math-verify compares by the difference of the sides
 
 def _is_maths(text: str) -> bool:
     if not text or len(text) > LONGEST_EXPRESSION:
