@@ -379,10 +379,11 @@ def _misread(text: str) -> bool:
 
 
 def _same_letters(answer: str, reference: str) -> bool:
-    """False where the two differ in capitals only: math-verify writes all letters small."""
+    """False where a letter of both is a capital in one of them only: math-verify writes all letters small."""
     left, right = (set(re.findall(r"\\?[A-Za-z]+", TEXT.sub(r"\1", text))) for text in (answer, reference))
     left, right = ({c for word in words for c in ([word] if word[0] == "\\" else word)} for words in (left, right))
-    return left == right or {c.lower() for c in left} != {c.lower() for c in right}
+    differing, small, expected = ({c.lower() for c in letters} for letters in (left ^ right, left, right))
+    return not differing & small & expected
 
 
 def _same_brackets(answer: str, reference: str) -> bool:
