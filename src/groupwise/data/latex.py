@@ -114,6 +114,10 @@ NAME = re.compile(
 )
 """A letter or points, with an index and arguments. Nothing with a prime, a power or a bar: those make another thing of it."""
 POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
+STYLED_NAME = re.compile(r"^\\(?:mathbf|boldsymbol|vec|text)\s?\{([A-Za-z])\}((?:_[0-9A-Za-z])?)$")
+"""Of a vector or a matrix: ``\\mathbf{v}`` names what ``v`` does."""
+COORDINATES = frozenset({r"(r,\theta)", r"(r,\theta,z)", r"(\rho,\theta,\phi)"})
+"""Polar, cylindrical and spherical ones in their usual order, which is not that of the alphabet."""
 DERIVED = re.compile(r"'+|\^\{-1\}")
 WORDS = re.compile(r"\\text\s?\{\s*([A-Za-z ]+)\}|([A-Za-z][A-Za-z ]+)")
 NAMING_WORDS = frozenset(
@@ -254,7 +258,8 @@ def _ratios_equal(left: list[str] | None, right: list[str] | None) -> bool:
 
 
 def _equations_equal(answer: str, reference: str, timeout_s: float) -> bool:
-    """``x = 3`` and ``3`` are equal, ``x = 3`` and ``y = 3`` are not, and in ``12 + 7 = 19`` each side has to be the reference."""
+    """``x = 3`` and ``3`` are equal, ``x = 3`` and ``y = 3`` are not. In ``12 + 7 = 19`` and ``x = 12 + 7 = 19`` each side but a name has
+    to be the reference's value."""
     left, right = _list(answer), _list(reference)
     if len(left) > 1 or len(right) > 1:
         return _lists_equal(left, right, timeout_s)
@@ -268,7 +273,8 @@ def _equations_equal(answer: str, reference: str, timeout_s: float) -> bool:
     if len(asked) == 2 and _is_name(DERIVED.sub("", asked[0])) and len(said) == 1:
         return _equal(said[0], asked[1], timeout_s)
     if len(asked) > 1:
-        return False
+        named = len(asked) == 2 and _is_name(asked[0]) and _same_text(said[0], asked[0])
+        return named and all(value != "" and _equal(value, asked[1], timeout_s) for value in said[1:])
     names = next((i for i, side in enumerate(said[:-1]) if not _is_name(side)), len(said) - 1)
     values = said[names:]
     return all(value != "" and _equal(value, asked[0], timeout_s) for value in values)
@@ -301,7 +307,8 @@ def _named(items: list[str]) -> list[tuple[str, str]] | None:
 
 
 def _sides(text: str) -> list[str]:
-    return [side.strip() for side in EQUALS.split(text)]
+    *names, value = (side.strip() for side in EQUALS.split(text))
+    return [*(STYLED_NAME.sub(r"\1\2", name) for name in names), value]
 
 
 def _is_name(text: str) -> bool:
@@ -310,6 +317,8 @@ def _is_name(text: str) -> bool:
     if symbol := NAME.fullmatch(text):
         points = symbol["points"] or ""
         return not changes_the_value(points) and points.lower() not in FUNCTION_WORDS
+    if text.replace(" ", "") in COORDINATES:
+        return True
     if POINT.fullmatch(text):  # letters in their order: (y, x) = (1, 2) is not what (1, 2) is without a name
         letters = re.findall("[A-Za-z]", text)
         return letters == sorted({*letters})
@@ -321,6 +330,14 @@ def _is_name(text: str) -> bool:
     return all(len(word) > 3 and word.endswith("s") and word not in ("squares", "cubes", "times") for word in counted)
 
 
+def _is_solved(text: str) -> bool:
+    r"""Whether ``text`` says what one name is: ``x = 3``, ``3 = x``, ``1 < x \le 2``, and neither ``x + 3 = 6`` nor ``2x - 3 = x``.
+    The letters e and i are numbers."""
+    sides = [side.strip() for side in RELATION.split(text)]
+    lettered = [side for side in sides if {*re.findall("[A-Za-z]", COMMANDS.sub("", side))} - {"e", "i"}]
+    return len(sides) > 1 and len(lettered) == 1 and _is_name(lettered[0])
+
+
 def _list(text: str) -> list[str]:
     """What stands between commas and semicolons outside brackets."""
     items, depth, begin = [], 0, 0
@@ -330,14 +347,6 @@ def _list(text: str) -> list[str]:
             items.append(text[begin:place].strip())
             begin = place + 1
     return [*items, text[begin:].strip()]
-def _is_solved(text: str) -> bool:
-    r"""Whether ``text`` says what one name is: ``x = 3``, ``3 = x``, ``1 < x \le 2``, and neither ``x + 3 = 6`` nor ``2x - 3 = x``.
-    The letters e and i are numbers."""
-    sides = [side.strip() for side in RELATION.split(text)]
-    lettered = [side for side in sides if {*re.findall("[A-Za-z]", COMMANDS.sub("", side))} - {"e", "i"}]
-    return len(sides) > 1 and len(lettered) == 1 and _is_name(lettered[0])
-
-
 
 
 # --- what math-verify is asked ---------------------------------------------------------------------------------------------
@@ -348,6 +357,8 @@ def _ask(answer: str, reference: str, timeout_s: float) -> bool:
         return False
     if _misread(answer) or _misread(reference) or not _same_brackets(answer, reference):
         return False
+    if _is_solved(reference) and RELATION.search(answer) and not _is_solved(answer):
+        return False  # the problem itself or a step on the way, which math-verify compares by the difference of the sides
     if (
         not _same_members(answer, reference)
         or too_expensive(answer)
@@ -357,8 +368,6 @@ def _ask(answer: str, reference: str, timeout_s: float) -> bool:
         return False
     return algebra.equivalent(answer, reference, timeout_s)
 
-    if _is_solved(reference) and RELATION.search(answer) and not _is_solved(answer):
-        return False  # the problem itself or a step on the way, which math-verify compares by the difference of the sides
 
 def _is_maths(text: str) -> bool:
     if not text or len(text) > LONGEST_EXPRESSION:
