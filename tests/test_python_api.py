@@ -14,7 +14,8 @@ import yaml
 from rich.console import Console
 
 import groupwise
-from groupwise.config import build_config
+from groupwise.config import build_config, recipes
+from groupwise.config.objective import CispoLoss
 from groupwise.errors import ConfigError, RewardError
 from tests.tiny import lower_case_share, tiny_config, write_sums, write_tiny_llama
 
@@ -78,6 +79,12 @@ def wrong_name(config):
     config.training.step = 3
 
 
+def with_tracker(name):
+    config = groupwise.Config()
+    config.output.trackers.append(name)
+    return config
+
+
 @pytest.mark.parametrize(
     ("attempt", "said"),
     [
@@ -94,6 +101,10 @@ def wrong_name(config):
         (lambda: groupwise.train("quickstrat"), "did you mean quickstart?"),
         (lambda: groupwise.train(3), "settings are a int"),
         (lambda: groupwise.train({"training": {"step": 3}}), "did you mean training.steps?"),
+        (lambda: groupwise.prepare("quickstrat"), "did you mean quickstart?"),
+        (lambda: groupwise.train(with_tracker("wanbd")), "output.trackers[1] is 'wanbd', but must be one of"),
+        (lambda: groupwise.diagnose(ROOT, {"training.steps": 3}), "overrides change nothing about"),
+        (lambda: groupwise.diagnose(ROOT, rewards=lower_case_share), "rewards change nothing about"),
     ],
 )
 def test_a_mistake_is_one_sentence_of_ours(attempt, said):
@@ -234,3 +245,56 @@ def test_a_config_with_overrides_keeps_what_was_set():
     given = build_config({"optimizer": {"learning_rate": 1e-5}})
     assert _config(given, {"training.steps": 3}) == build_config({"optimizer": {"learning_rate": 1e-5}, "training": {"steps": 3}})
     assert _config(given, ()) == given
+
+
+@pytest.mark.parametrize("overrides", [(), {"training.seed": 5}], ids=["alone", "overrides"])
+def test_what_is_changed_inside_of_lists_and_mappings_is_what_runs(overrides):
+    from groupwise.api import _config
+
+    config = groupwise.Config(algorithm={"loss": {"type": "mine.py:loss"}})
+    config.prompt.template_arguments["enable_thinking"] = False
+    config.rewards.functions[1].weight = 0.1
+    config.rewards.functions.extend(["length", {"function": "format", "arguments": {"once": False}}])
+    config.output.trackers.append("tensorboard")
+    config.algorithm.loss.settings["epsilon"] = 0.3
+    config.algorithm.updates_per_batch = 2
+    made = _config(config, overrides)
+    assert made.prompt.template_arguments == {"enable_thinking": False}
+    assert [(one.function, one.weight) for one in made.rewards.functions] == [
+        ("correctness", 1), ("format", 0.1), ("length", 1), ("format", 1),
+    ]  # fmt: skip
+    assert made.rewards.functions[3].arguments == {"once": False}
+    assert made.output.trackers == ["jsonl", "tensorboard"]
+    assert (made.algorithm.loss.settings, made.algorithm.updates_per_batch) == ({"epsilon": 0.3}, 2)
+
+
+def test_overrides_reach_into_the_lists_of_a_config():
+    from groupwise.api import _config
+
+    override = {"rewards.functions[0].weight": 2}
+    assert _config(groupwise.load_config("quickstart"), override) == groupwise.load_config("quickstart", override)
+
+
+@pytest.mark.parametrize("recipe", [recipe.name for recipe in recipes()])
+def test_every_recipe_s_config_is_taken_as_it_is(recipe):
+    from groupwise.api import _config
+
+    config = groupwise.load_config(recipe)
+    made = _config(config, ())
+    assert made == config
+    assert made.algorithm.model_fields_set == config.algorithm.model_fields_set
+
+
+def test_a_section_that_was_put_in_as_an_object_keeps_its_type():
+    from groupwise.api import _config
+
+    algorithm = groupwise.Config().algorithm.model_copy(update={"loss": CispoLoss(epsilon=0.5), "kl": None})
+    config = groupwise.Config().model_copy(update={"algorithm": algorithm})
+    assert _config(config, ()).algorithm.loss == CispoLoss(epsilon=0.5)
+
+
+def test_settings_are_prepared_as_they_are_trained(result):
+    prepared = groupwise.prepare(str(result.folder / "config.yaml"), {"training.seed": 5}, rewards={"letters": lower_case_share})
+    prepared.rewards.close()
+    assert prepared.config.training.seed == 5
+    assert prepared.train_prompts[0].token_ids

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from groupwise.algorithm.advantages import group_advantages
     from groupwise.algorithm.values import value_advantages
-    from groupwise.api import diagnose, evaluate, generate, plan, train, write_report
+    from groupwise.api import diagnose, evaluate, generate, plan, prepare, train, write_report
     from groupwise.config import Config, load_config
     from groupwise.data.answers import extract_answer, extract_last_number, numeric_equal
     from groupwise.doctor import Finding
@@ -39,12 +39,11 @@ if TYPE_CHECKING:
     from groupwise.tracking.reading import RunRecord, read_run
     from groupwise.tracking.results import RunResult
     from groupwise.training.run import StepReport
-    from groupwise.training.setup import prepare
 
 _HOMES = {
     "groupwise.algorithm.advantages": ("group_advantages",),
     "groupwise.algorithm.values": ("value_advantages",),
-    "groupwise.api": ("diagnose", "evaluate", "generate", "plan", "train", "write_report"),
+    "groupwise.api": ("diagnose", "evaluate", "generate", "plan", "prepare", "train", "write_report"),
     "groupwise.config": ("Config", "load_config"),
     "groupwise.data.answers": ("extract_answer", "extract_last_number", "numeric_equal"),
     "groupwise.doctor": ("Finding",),
@@ -60,7 +59,6 @@ _HOMES = {
     "groupwise.tracking.reading": ("RunRecord", "read_run"),
     "groupwise.tracking.results": ("RunResult",),
     "groupwise.training.run": ("StepReport",),
-    "groupwise.training.setup": ("prepare",),
 }  # fmt: skip
 """What the package offers, by the module that has it."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

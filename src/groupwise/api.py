@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from groupwise.rewards.load import Rewards
     from groupwise.tracking.results import RunResult
     from groupwise.training.run import StepReport
+    from groupwise.training.setup import Prepared
 
-__all__ = ["Settings", "diagnose", "evaluate", "generate", "plan", "train", "write_report"]
+__all__ = ["Settings", "diagnose", "evaluate", "generate", "plan", "prepare", "train", "write_report"]
 
 Settings = Config | Mapping[str, Any] | str | Path
 """A config, a dict in the shape of the YAML, a recipe's name, or the path of a YAML file."""
@@ -89,22 +90,39 @@ def train(
     )  # fmt: skip
 
 
+def prepare(
+    settings: Settings, overrides: Overrides = (), *, rewards: Rewards | None = None, processes: int | None = None
+) -> Prepared:
+    """Everything that a run needs but the weights, checked and loaded: ``problems``, ``train_prompts``, ``rewards``, ``notes``.
+
+    ``rewards`` are as for `train`; ``processes``: how many the run would have. Raises ``GroupwiseError`` for what makes a run
+    impossible.
+    """
+    from groupwise.models.embedded import fetch_model
+    from groupwise.training.setup import prepare as prepare_run
+
+    config = _config(settings, overrides)
+    fetch_model(config.model)
+    return prepare_run(config, rewards, processes)
+
+
 def diagnose(what: Settings | Place, overrides: Overrides = (), *, rewards: Rewards | None = None) -> list[Finding]:
     """What is wrong with a run (its folder, or a `RunResult`), or with the settings of a run to come; the gravest first.
 
     For settings everything but the weights is loaded, and ``rewards`` are tried with those of the config. Raises ``GroupwiseError`` for
-    what makes a run impossible.
+    what makes a run impossible, and for overrides or rewards beside a run.
     """
     from groupwise.doctor import diagnose_prepared, diagnose_run
-    from groupwise.models.embedded import fetch_model
     from groupwise.tracking.reading import read_run
-    from groupwise.training.setup import prepare
 
     if isinstance(what, str | os.PathLike) and Path(what).expanduser().is_dir():
+        if overrides or rewards is not None:
+            given = "overrides" if overrides else "rewards"
+            raise ConfigError(
+                f"{given} change nothing about {os.fspath(what)!r}, a run whose settings are what they were: leave them out"
+            )
         return diagnose_run(read_run(Path(what)))
-    config = _config(what, overrides)  # type: ignore[arg-type]
-    fetch_model(config.model)
-    prepared = prepare(config, rewards)
+    prepared = prepare(what, overrides, rewards=rewards)  # type: ignore[arg-type]
     try:
         return diagnose_prepared(prepared)
     finally:
@@ -200,10 +218,7 @@ def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *
 
 def _config(settings: Settings, overrides: Overrides) -> Config:
     if isinstance(settings, Config):
-        if overrides:
-            return build_config(written(settings), overrides)
-        # Sections that were assigned to are held against each other again.
-        return Config(**{name: getattr(settings, name) for name in Config.model_fields})
+        settings = written(settings)  # checked again: assignments look at one section, and changes inside of lists at none
     if isinstance(settings, Mapping):
         return build_config(settings, overrides)
     if isinstance(settings, str | Path):

@@ -110,6 +110,9 @@ def test_config_explains_a_section_a_setting_or_all_of_one_name(groupwise):
     }
     one = json.loads(groupwise("config", "rollout.temperature", "--json").stdout)
     assert [row["path"] for row in one] == ["rollout.temperature"]
+    entry = json.loads(groupwise("config", "rewards.functions[0].weight", "--json").stdout)
+    assert [row["path"] for row in entry] == ["rewards.functions[].weight"]
+    assert "rewards.functions[].weight" in groupwise("config", "rewards.functions[0]", "--json").stdout
     both = json.loads(groupwise("config", "temperature", "--json").stdout)
     assert [row["path"] for row in both] == ["rollout.temperature", "evaluation.temperature"]
 

@@ -211,6 +211,9 @@ def test_what_the_engine_wants_corrected_outlives_an_assignment():
 def test_a_refused_assignment_changes_nothing():
     config = Config(algorithm={"loss": {"epsilon": 0.1}})
     before = config.model_copy(deep=True)
+    with pytest.raises(ConfigError, match="set baseline to 'group_mean'"):
+        config.algorithm.advantage.baseline = "none"
+    assert config.algorithm.advantage.model_fields_set == before.algorithm.advantage.model_fields_set
     for name, value in (("loss", {"type": "reinforce", "epsilon": 0.2}), ("kl", {"beta": 0}), ("preset", "ppg")):
         with pytest.raises(ConfigError):
             setattr(config.algorithm, name, value)

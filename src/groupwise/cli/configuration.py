@@ -12,6 +12,7 @@ from groupwise.cli.options import AsJson
 from groupwise.config import FieldDoc, explain
 from groupwise.config import recipes as shipped_recipes
 from groupwise.config.algorithm import AlgorithmConfig
+from groupwise.config.fields import ITEM, schema_path
 from groupwise.config.formula import formula, in_words
 from groupwise.config.presets import PRESETS
 from groupwise.config.problems import unknown_key
@@ -80,9 +81,9 @@ def _matching(field: str | None) -> list[FieldDoc]:
     docs = explain()
     if field is None:
         return docs
-    wanted = field.strip(".")
+    wanted = schema_path(field.strip("."))  # an entry of a list, functions[0], is any of its entries
     for test in (
-        lambda doc: doc.path == wanted or doc.path.startswith(wanted + "."),
+        lambda doc: doc.path == wanted or doc.path.startswith((f"{wanted}.", f"{wanted}{ITEM}.")),
         lambda doc: doc.leaf == wanted or f".{doc.path}".endswith("." + wanted) or f".{wanted}." in f".{doc.path}.",
     ):
         matching = [doc for doc in docs if test(doc)]

@@ -299,11 +299,18 @@ COMMON: Mapping[str, set[str]] = {"loss": set(LossSection.model_fields) - {"type
 
 
 def written(section: Section) -> dict[str, Any]:
-    """What was set in it and in the sections inside, as ``follow_preset`` marks it."""
+    """What was set in it and in the sections inside, as ``follow_preset`` marks it; and lists and mappings changed in place."""
     found: dict[str, Any] = {}
-    for name in type(section).model_fields:
+    for name, info in type(section).model_fields.items():
         value = getattr(section, name)
-        inner = written(value) if isinstance(value, Section) else None
-        if name in section.model_fields_set or inner:
-            found[name] = value if inner is None else inner
+        changed = isinstance(value, list | dict) and value != info.get_default(call_default_factory=True)
+        if isinstance(value, Section):
+            kind, value = type_of(value), written(value)
+            if name in COMMON and kind != kind_in({**found, name: value}, name):  # that of an object, whose type nobody wrote
+                value["type"] = kind
+            changed = bool(value)
+        elif isinstance(value, list):
+            value = [written(one) if isinstance(one, Section) else one for one in value]
+        if name in section.model_fields_set or changed:
+            found[name] = value
     return found

@@ -76,7 +76,12 @@ class Section(BaseModel, metaclass=_Explains):
             raise explained(failure, type(self), type_of(self)) from failure
 
     def _assign(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+        before = self.model_copy()
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:  # rules of the whole section are asked with the value in it already
+            self.__setstate__(before.__getstate__())
+            raise
 
 
 def explained(failure: ValidationError, section: type[BaseModel] | None = None, kind: str | None = None) -> ConfigError:
