@@ -106,6 +106,9 @@ def test_defaults_are_trl_s():
         ({"model_init_kwargs": {"max_memory": {}}}, "load the model yourself"),
         ({"max_completion_length": None}, "give it a number"),
         ({"router_aux_loss_coef": 0.1}, "0.0"),
+        ({"mask_truncated_completions": "maybe"}, "'maybe', which is neither true nor false"),
+        ({"gradient_checkpointing": None}, "None, which is neither true nor false"),
+        ({"bf16": 2}, "2, which is neither true nor false"),
         ({"ref_model_mixup_alpha": 0.0}, "above 0 and at most 1"),
     ],
 )
@@ -299,6 +302,15 @@ def test_numbers_are_what_their_kind_says():
         int
     ] * 3
     assert (config.top_k, "all" in config.report_to) == (0, False)
+
+
+def test_truths_that_are_given_as_text_or_numbers_are_truths():
+    config = GRPOConfig("out", mask_truncated_completions="False", bf16="TRUE", bf16_full_eval="false", tf32=None, use_cpu=0)
+    found = (config.mask_truncated_completions, config.bf16, config.bf16_full_eval, config.tf32, config.use_cpu)
+    assert found == (False, True, False, None, False)
+    assert type(config.use_cpu) is bool
+    config.log_completions = "true"
+    assert config.log_completions is True
 
 
 @pytest.mark.parametrize(

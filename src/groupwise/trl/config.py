@@ -31,6 +31,7 @@ _MODEL_INIT = (
     "dtype", "torch_dtype", "attn_implementation", "revision", "trust_remote_code", "use_cache", "device_map", "quantization_config",
 )  # fmt: skip
 _OF_GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 _FOLLOW = ("generation_batch_size", "steps_per_generation")
 """Each follows from the other where it is not given."""
 
@@ -202,10 +203,12 @@ def _unknown(name: str) -> str:
 
 
 def _plain(row: Argument, value: Any) -> Any:
-    """Enums as their values, JSON as what it says, numbers that a YAML file left as text as numbers, and whole ones as such."""
+    """Enums as their values, JSON as what it says, numbers and truths that a YAML file left as text and whole ones as such."""
     value = getattr(value, "value", value)
     if value is None and row is ARGUMENTS["top_k"]:
         return 0
+    if row.kind.startswith("bool"):
+        return _TRUTHS.get(str(value).lower(), value)
     if row.kind.startswith("int") and isinstance(value, float) and value.is_integer():
         return int(value)
     try:
@@ -235,6 +238,9 @@ def _problem_of(name: str, value: Any) -> str | None:
         return f"{name}={value!r} is not honoured by groupwise.trl: use one of {shown}"
     if row.kind in ("int", "float", "int?", "float?"):
         return _wrong_number(name, value, row)
+    may_be_none = row.kind == "bool?" or row.fate == "harmless"
+    if row.kind.startswith("bool") and not isinstance(value, bool) and not (value is None and may_be_none):
+        return f"{name} is {value!r}, which is neither true nor false: give it True or False"
     if row.kind == "dict?" and not off and not isinstance(value, dict):
         return f"{name}={value!r} is no mapping: write it as a dict, or as JSON"
     if name == "model_init_kwargs":
