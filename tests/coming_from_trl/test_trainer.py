@@ -703,6 +703,47 @@ def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prom
     )
 
 
+@pytest.fixture
+def trained_adapter(load_tiny):
+    """A model with an adapter called "policy" that has been trained."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(load_tiny(), config, adapter_name="policy")
+
+
+def test_each_trainer_of_a_trained_adapter_has_it_as_its_reference_as_it_is_then(trained_adapter, prompts, letters, settings):
+    for _ in range(2):  # as when a cell of a notebook is run again
+        trainer = GRPOTrainer(trained_adapter, letters, settings(beta=0.1, learning_rate=1e-2), prompts)
+        trainer.train()
+        first, second = (row["kl"] for row in trainer.state.log_history if "loss" in row)
+        assert abs(first) < 1e-6 < second
+
+
+def test_an_adapter_of_the_script_s_own_is_not_overwritten_by_the_reference(trained_adapter, prompts, letters, settings):
+    trained_adapter.add_adapter("ref", trained_adapter.peft_config["policy"])
+    kept = {name: p.detach().clone() for name, p in trained_adapter.named_parameters()}
+    for active in ("policy", "ref"):
+        trained_adapter.set_adapter(active)
+        with pytest.raises(ModelError, match="an adapter of its own named 'ref'"):
+            GRPOTrainer(trained_adapter, letters, settings(beta=0.1), prompts)
+    assert same(kept, {name: p.detach() for name, p in trained_adapter.named_parameters()})
+
+
+@pytest.mark.parametrize("given", ["name", "object", "adapted"])
+def test_a_reference_that_follows_is_refused_beside_an_adapter(trained_adapter, load_tiny, prompts, letters, settings, given):
+    peft = pytest.importorskip("peft")
+    more = {} if given == "adapted" else {"peft_config": peft.LoraConfig(r=4, task_type="CAUSAL_LM")}
+    model = {"name": "no-such-model", "object": load_tiny(), "adapted": trained_adapter}[given]
+    with pytest.raises(ConfigError, match="leave sync_ref_model out, or train all weights"):
+        GRPOTrainer(model, letters, settings(beta=0.1, sync_ref_model=True), prompts, **more)
+
+
+def test_an_adapter_that_cannot_learn_is_told(trained_adapter, prompts, letters, settings):
+    trained_adapter.requires_grad_(False)  # as PeftModel.from_pretrained loads it
+    with pytest.raises(ModelError, match="load it with is_trainable=True"):
+        GRPOTrainer(trained_adapter, letters, settings(), prompts)
+
+
 def test_a_run_of_an_adapter_with_a_name_of_its_own_is_resumed(load_tiny, prompts, letters, settings, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from groupwise.config.schema import LoraConfig
 
 __all__ = [
+    "NOT_TRAINABLE",
     "AdapterScorer",
     "KeepsAdapter",
     "ReferenceWithoutAdapter",
@@ -54,6 +55,7 @@ _DRAWN = 2**22
 """Numbers that dropout draws at a time: bounds its memory."""
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
 """peft's layers around those of bitsandbytes."""
+NOT_TRAINABLE = "no parameter of the adapter is trainable: load it with is_trainable=True"
 _REFERENCE = "ref"
 """Name of the frozen copy of an adapter that had been trained before this run began."""
 
@@ -154,12 +156,21 @@ class KeepsAdapter:
         raise NotImplementedError
 
     def keep_present_adapter(self) -> None:
-        """Let the reference be the adapter as it is now, in place of none: for one that comes trained."""
-        (name,) = self.adapted.peft_config
+        """Let the reference be the adapter as it is now, in place of none: for one that comes trained.
+
+        What an earlier call kept is overwritten. Raises ModelError where a script's own adapter has the reference's name.
+        """
+        name = self.adapted.active_adapter
         trainable = [p for _, p in self.named_parameters()]
-        config = copy.deepcopy(self.adapted.peft_config[name])
-        config.init_lora_weights = False  # PiSSA and its like would take their factors out of the base once more
-        self.adapted.add_adapter(_REFERENCE, config)
+        if _REFERENCE not in self.adapted.peft_config:
+            config = copy.deepcopy(self.adapted.peft_config[name])
+            config.init_lora_weights = False  # PiSSA and its like would take their factors out of the base once more
+            self.adapted.add_adapter(_REFERENCE, config)
+            self.adapted.keeps_reference = True
+        elif name == _REFERENCE or not getattr(self.adapted, "keeps_reference", False):
+            raise ModelError(
+                f"the model has an adapter of its own named {_REFERENCE!r}, which is the reference's name: load it under another"
+            )
         weights = dict(self.adapted.named_parameters())
         for key, parameter in weights.items():
             parts = key.split(".")  # an embedding's factors and trained tokens end in the name
@@ -217,7 +228,7 @@ class AdapterScorer(ModuleScorer, KeepsAdapter):
         for parameter in marked:
             parameter.requires_grad_(True)
         if not marked:
-            raise ModelError("no parameter of the adapter is trainable: load it with is_trainable=True")
+            raise ModelError(NOT_TRAINABLE)
         self.noise, self._learns = Noise(), False
         self._dropouts: list[NamedDropout] = []
         for name, module in list(self.module.named_modules()):

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, set_seed
@@ -22,7 +21,6 @@ from groupwise.algorithm.advantages import gdpo_advantage, group_advantage
 from groupwise.algorithm.losses import Loss, cispo_loss, clip_loss, sapo_loss, vespo_loss
 from groupwise.algorithm.registry import find_advantage, find_loss, needs_of
 from groupwise.config.objective import ADVANTAGE_TYPES, LOSS_TYPES
-from groupwise.config.problems import explain_failure
 from groupwise.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig
 from groupwise.config.section import Section
 from groupwise.distributed import Sharding, World
@@ -32,7 +30,7 @@ from groupwise.engines.builtin.fast_paths import check_fast_paths, take
 from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import playing
 from groupwise.errors import ConfigError, ModelError
-from groupwise.models.adapters import KeepsAdapter, attach, base_module, is_adapted
+from groupwise.models.adapters import NOT_TRAINABLE, KeepsAdapter, attach, base_module, is_adapted
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import has_device_map, with_dtype
 from groupwise.models.load import (
@@ -178,11 +176,8 @@ def _found(
         if name in types:
             settings = types[name](**settings).model_dump(exclude={"type", "aggregation"})
         return find(name, settings)
-    except ValidationError as failure:
-        why: object = explain_failure(failure, f"algorithm.{what}", name)
     except ConfigError as error:
-        why = error
-    raise ArgumentError(f"{what}_type={name!r} cannot be used with {what}_settings={given}: {why}")
+        raise ArgumentError(f"{what}_type={name!r} cannot be used with {what}_settings={given}: {error}") from error
 
 
 def _clip(inputs: LossInputs, **settings: Any) -> LossOutputs:
@@ -379,6 +374,11 @@ def make_policy(
 
     Raises ModelError or ConfigError for a model that cannot be trained here.
     """
+    if args.sync_ref_model and (peft_config is not None or is_adapted(model)):
+        raise ArgumentError(
+            "sync_ref_model=True, but with an adapter the reference is the model without it, or the adapter as it came, which "
+            "cannot follow: leave sync_ref_model out, or train all weights"
+        )
     within = (args.model_init_kwargs or {}).get("quantization_config")
     how = within if quantization_config is None else quantization_config
     if not isinstance(model, str):
@@ -439,6 +439,8 @@ def make_parts(
         log.warning(notice)
     given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if loading_device(config, world) else None)
+    if is_adapted(policy.model) and not scorer.named_parameters():
+        raise ModelError(NOT_TRAINABLE)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
         log.warning(note)
     if given and needs_reference and isinstance(scorer, KeepsAdapter):
