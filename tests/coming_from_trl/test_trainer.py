@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -836,6 +837,30 @@ def test_completions_are_written_where_that_is_asked_for(tiny_folder, chats, let
     assert "Step 1" in capsys.readouterr().out
 
 
+def test_completions_go_where_output_dir_says_when_they_are_written(tiny_folder, prompts, letters, settings, tmp_path):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(log_completions=True, max_steps=1), prompts)
+    for name in ("one", "two"):
+        trainer.args.output_dir = str(tmp_path / name)
+        trainer.train()
+    assert all((tmp_path / name / "completions" / "completions_00001.parquet").is_file() for name in ("one", "two"))
+
+
+def test_two_functions_of_one_name_are_logged_by_their_mean(tiny_folder, prompts, letters, settings):
+    from pyarrow import parquet
+
+    def length(completions, times, **kwargs):
+        return [times * len(text) for text in completions]
+
+    args = settings(max_steps=1, log_completions=True)
+    trainer = GRPOTrainer(str(tiny_folder), [partial(length, times=1), partial(length, times=3)], args, prompts)
+    trainer.train()
+    row, (name, _) = trainer.state.log_history[0], trainer.reward_func_names
+    assert row["reward"] > 0
+    assert row[f"rewards/{name}/mean"] == pytest.approx(row["reward"] / 2)
+    table = parquet.read_table(Path(args.output_dir) / "completions" / "completions_00001.parquet")
+    assert {f"{name}.0", f"{name}.1"} <= set(table.column_names)
+
+
 def test_completions_are_written_beside_lists_of_words_and_prompts_with_calls(tiny_folder, chats, letters, settings, capsys):
     def logs(completions, log_extra, **kwargs):
         log_extra("words", [["a", "b"] for _ in completions])
@@ -1097,6 +1122,28 @@ def test_what_is_set_after_the_trainer_was_made_counts_or_is_an_error(tiny_folde
     trainer.args.beta = 0.0
     with pytest.raises(ConfigError, match=r"fp16 was changed from False to True"):
         trainer.train()
+
+
+def test_an_evaluation_that_is_set_late_is_checked_before_training(tiny_folder, prompts, letters, settings):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(), prompts)
+    trainer.args.eval_strategy = "steps"
+    for dataset, error, sentence in (
+        (None, ConfigError, "there is no eval_dataset"),
+        (Dataset.from_dict({"question": ["?"]}), DataError, "the eval data set .* rename the column"),
+    ):
+        trainer.eval_dataset = dataset
+        with pytest.raises(error, match=sentence):
+            trainer.train()
+        assert trainer.state.global_step == 0
+    trainer.eval_dataset = prompts.select(range(2))
+    trainer.args.eval_steps = 1
+    trainer.train()
+    assert "eval_reward" in trainer.state.log_history[1]
+
+
+def test_no_epoch_at_all_is_a_run_of_no_steps(tiny_folder, prompts, letters, settings):
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=-1, num_train_epochs=0), prompts)
+    assert trainer.train().global_step == 0
 
 
 def test_another_train_dataset_is_trained_on(tiny_folder, prompts, letters, settings):

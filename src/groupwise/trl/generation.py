@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -283,9 +284,12 @@ def generation_numbers(
         "completions/min_terminated_length": min(ended),
         "completions/max_terminated_length": max(ended),
     }
+    by_name = defaultdict[str, list[float]](list)  # two functions may be called the same
     for name, scores in zip(names, generation.scores, strict=True):
         applicable = [s for s in scores if s is not None]
-        found[f"rewards/{name}/mean"], found[f"rewards/{name}/std"] = _mean(applicable), _std(applicable)
+        by_name[f"rewards/{name}/mean"].append(_mean(applicable))
+        by_name[f"rewards/{name}/std"].append(_std(applicable))
+    found |= {name: _mean([x for x in numbers if not math.isnan(x)]) for name, numbers in by_name.items()}
     if with_tools:
         calls = [call.failure is not None for c in generation.sampled for call in c.calls]
         found["tools/call_frequency"] = len(calls) / len(lengths)

@@ -139,7 +139,7 @@ class CompletionLog:
 
     def __init__(self, args: GRPOConfig, is_first: bool) -> None:
         self.on, self.limit = bool(args.log_completions) and is_first, args.num_completions_to_print
-        self.folder = Path(args.output_dir) / "completions"
+        self.args = args
         self.columns: dict[str, Sequence[object]] = {}
         self._warned: set[str] = set()
 
@@ -167,9 +167,10 @@ class CompletionLog:
         import pyarrow
         from pyarrow import parquet
 
-        self.folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(self.args.output_dir) / "completions"  # which may have been set since the trainer was made
+        folder.mkdir(parents=True, exist_ok=True)
         rows = {"step": [step] * len(self.columns["prompt"]), **self.columns}
-        parquet.write_table(pyarrow.table(rows), self.folder / f"completions_{step:05d}.parquet")
+        parquet.write_table(pyarrow.table(rows), folder / f"completions_{step:05d}.parquet")
         self._print(step)
 
     def _print(self, step: int) -> None:

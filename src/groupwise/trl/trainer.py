@@ -125,10 +125,7 @@ class GRPOTrainer(Outputs):
                 f"args is a {type(args).__name__} of {type(args).__module__}: import GRPOConfig from groupwise.trl too"
             )
         GRPOConfig.check(args)
-        if args.eval_strategy != "no" and eval_dataset is None:
-            raise ArgumentError(
-                f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
-            )
+        _require_evaluation_set(args, eval_dataset)
         self._objective, self._correction = objective(args, bool(rollout_func)), correction(args, bool(rollout_func))
         train_dataset = _placeholders(args, environment_factory) if train_dataset is None else train_dataset
         self.args = args
@@ -170,8 +167,7 @@ class GRPOTrainer(Outputs):
         self._read: Any = None
         self._read_training_set()
         self._evaluated: dict[str, tuple[Any, PromptSet]] = {}
-        if args.eval_strategy != "no":
-            self._check_evaluation(eval_dataset)
+        self._check_evaluation()
         self._as_made = args.to_dict()
         self.entropy = EntropyControl(args)
         self.state = self._new_state()
@@ -198,13 +194,17 @@ class GRPOTrainer(Outputs):
         self.train_prompts.follow(self.args)
         self.schedule = Schedule.of(self.args, len(self.train_prompts))
 
-    def _check_evaluation(self, dataset: Any) -> None:
-        """Read the evaluation's prompts now, so that a mistake in them does not end the run at its first evaluation."""
+    def _check_evaluation(self) -> None:
+        """Read the prompts of a run that evaluates now, so that a mistake in them does not end it at its first evaluation."""
+        dataset = self.eval_dataset
+        _require_evaluation_set(self.args, dataset)
+        if self.args.eval_strategy == "no":
+            return
         if not isinstance(dataset, dict):
-            self._evaluated["eval"] = dataset, self._prompts(dataset, "eval")
+            self._evaluated["eval"] = dataset, self._evaluation_prompts(dataset, "eval")
             return
         for name, one in dataset.items():
-            self._evaluated[f"eval_{name}"] = one, self._prompts(one, f"eval_{name}")
+            self._evaluated[f"eval_{name}"] = one, self._evaluation_prompts(one, f"eval_{name}")
         wanted, starts = self.args.metric_for_best_model, [f"eval_{name}_" for name in dataset]
         if starts and wanted is not None and not _metric_of_evaluation(wanted).startswith(tuple(starts)):
             raise ArgumentError(
@@ -213,7 +213,7 @@ class GRPOTrainer(Outputs):
             )
 
     def _evaluation_prompts(self, dataset: Any, which: str) -> PromptSet:
-        """Those that were read at the start, where it is that data set."""
+        """Those that were read before, where it is that data set."""
         given, found = self._evaluated.get(which, (None, None))
         return self._prompts(dataset, which) if found is None or given is not dataset else found
 
@@ -306,6 +306,7 @@ class GRPOTrainer(Outputs):
                 raise ArgumentError(
                     f"{name} was changed from {self._as_made[name]!r} to {value!r} after the trainer was made: set it before"
                 )
+        self._check_evaluation()
 
     def _begin(self, checkpoint: Path | None, updates: int) -> None:
         if checkpoint is not None and self.learner.sharding.divides_weights:
@@ -468,7 +469,7 @@ class GRPOTrainer(Outputs):
             if not again:
                 tokens = sum(len(g.prompt.token_ids) + c.sampled_tokens for g in generation.groups for c in g.completions)
                 self.state.num_input_tokens_seen += tokens
-            self.completion_log.keep(generation, self.rewards.names, extra)
+            self.completion_log.keep(generation, self.rewards.keys, extra)
         numbers["num_tokens"] = [self.state.num_input_tokens_seen]
         return generation
 
@@ -563,7 +564,7 @@ class GRPOTrainer(Outputs):
         args = self.args
         samples = steps * args.per_device_train_batch_size * self.world.size * args.gradient_accumulation_steps
         if args.max_steps <= 0:  # as transformers counts then: rows
-            samples = len(self.train_prompts) * args.num_train_epochs * steps / self.state.max_steps
+            samples = len(self.train_prompts) * args.num_train_epochs * steps / max(1, self.state.max_steps)
         losses = {"total_flos": self.state.total_flos, "train_loss": self._total_loss / max(1, steps)}
         return {**speed_metrics("train", started, samples, steps), **losses}
 
@@ -631,6 +632,13 @@ def _placeholders(args: GRPOConfig, environment_factory: Factories) -> list[dict
     if args.max_steps <= 0:
         raise ArgumentError("the environments bring the prompts, so that there is no length of the data: set max_steps")
     return [{}] * prompts_needed(args)
+
+
+def _require_evaluation_set(args: GRPOConfig, dataset: Any) -> None:
+    if args.eval_strategy != "no" and dataset is None:
+        raise ArgumentError(
+            f"eval_strategy is {args.eval_strategy!r}, but there is no eval_dataset: pass one, or set eval_strategy='no'"
+        )
 
 
 def _metric_of_evaluation(name: str) -> str:
