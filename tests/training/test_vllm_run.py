@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import groupwise.engines.vllm.engine as engine_module
 import groupwise.training.run as run_module
 from groupwise.engines.vllm import pushing
+from groupwise.engines.vllm.protocol import Broken
 from groupwise.engines.vllm.server import Server
 from groupwise.engines.vllm.service import Service
 from groupwise.errors import ConfigError, StoppedError, TrainingError
@@ -180,6 +181,30 @@ def test_what_was_learnt_is_saved_where_the_server_is_away(
     other = Server(Service(ModelBackend(AutoModelForCausalLM.from_pretrained(tiny_folder)), spool=tmp_path))
     train(config(other.url, 20.0), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
     other.close()
+    kept = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("sections", [{}, {"rollout": {"ahead": 1}}, {"evaluation": {"every": 2}}], ids=["a step", "ahead", "judging"])
+def test_what_was_learnt_is_saved_where_the_server_breaks_down_while_it_samples(
+    sections, server, small_config, letters, quiet, tmp_path
+):
+    """The third request of many completions is for step 3, or for the evaluation before it."""
+    backend = server.service.backend
+
+    def break_down(count):
+        if sum(jobs > 1 for jobs in backend.asked) > 2:
+            raise Broken("vLLM broke down")
+
+    rollout = {"engine": "vllm", "vllm": {"url": server.url, "patience_s": 3.0}, **sections.get("rollout", {})}
+    training, output = {"steps": 3}, {"checkpoint_every": 0}
+    config = small_config(**{**sections, "rollout": rollout}, training=training, output=output)
+    backend.before_row = break_down
+    with pytest.raises(TrainingError, match=r"vLLM cannot be reached: .*; step 2 is saved in .*step-2"):
+        train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    backend.before_row = lambda count: None
+    assert comes(lambda: server.service.hello()["used_by"] is None)
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
     kept = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in kept] == [1, 2, 3]
 

@@ -205,12 +205,14 @@ class Run:
 
     @contextmanager
     def stopping(self, stops_after: bool = True) -> Iterator[None]:
-        """A context: what a signal abandons inside it ends the run, after saving it; several processes come to its end together, and stop
-        there, unless ``stops_after`` is False: where nothing follows it, or what follows saves first."""
+        """A context: what a signal abandons inside it, or what fails, ends the run, after saving it; several processes come to its end
+        together, and stop there, unless ``stops_after`` is False: where nothing follows it, or what follows saves first."""
         try:
             yield
         except AbandonStep:
             self.stop()
+        except TrainingError as error:
+            self._end_failed(error)
         if self.world.size > 1 and stops_after and self._asked_to_stop():
             self.stop()
 
@@ -307,7 +309,7 @@ class Run:
     def collect(self, step: int, bar: Phase) -> Rollout:
         """Sample and score the step's groups; with dynamic sampling, replace those without variance.
 
-        A signal abandons it here: nothing has been learnt from it yet.
+        A signal abandons it here: nothing has been learnt from it yet. So does a failure, as of a server that stays away.
         """
         self.step_started = time.perf_counter()
         self.engine.metrics()  # what it has to say of evaluations and the warm start belongs to no step
@@ -331,6 +333,9 @@ class Run:
         except AbandonStep:
             self.prepared.rewards.load_state_dict(self.known)
             self.stop()
+        except TrainingError as error:
+            self.prepared.rewards.load_state_dict(self.known)
+            self._end_failed(error)
         for failure in rollout.failures:
             self.trackers.say(f"step {step + 1}: {failure.message}; its group is left out", "yellow")
         self.metrics = rollout.metrics(self.style)
@@ -397,6 +402,13 @@ class Run:
             self.stop()
         if self.unpushed is not None:
             raise TrainingError(f"{self.unpushed}; step {self.done} is saved in {self.save(self.done)}") from self.unpushed
+
+    def _end_failed(self, error: TrainingError) -> NoReturn:
+        """End the run where sampling failed; first save what was learnt since the last checkpoint. Several processes cannot: one of them
+        may have failed alone."""
+        if self.world.size > 1 or self.learner is None or self.trained or self.learner.updates == self.saved_updates:
+            raise error
+        raise TrainingError(f"{error}; step {self.done} is saved in {self.save(self.done)}") from error
 
     def record(self, step: int, rollout: Rollout, advantages: Advantages, on_step: Callable[[StepReport], Any] | None) -> bool:
         """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False)."""
