@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -401,6 +402,27 @@ def test_a_slow_tool_stalls_nobody_else(kind, builtin, make_prompts):
     assert not worker.is_alive(), "the others waited for it"
     assert not open_
     assert turns_of[1] > 1
+
+
+def test_answers_that_are_late_share_a_round(make_prompts):
+    """Not one for the answer that came first, while all others wait for its end."""
+
+    class Slow(BySteps):
+        def serve(self, request, on_progress=None):
+            time.sleep(1.0)
+            return super().serve(request, on_progress)
+
+    engine, turns_of = Slow(), [0] * 20
+
+    def answer(place, turn):
+        turns_of[place] += 1
+        found: Future[Any] = Future()
+        given = [40] if turns_of[place] < 2 else None
+        threading.Timer(0.3 + 0.005 * place, found.set_result, [given]).start()
+        return found
+
+    serve_by_prefixes(engine, Request(make_prompts([4] * 20), 1, SETTINGS, 0, "s"), Turns(answer, 0.05))
+    assert [len(names) for names in engine.rounds] == [20, 20]
 
 
 def test_waiting_in_vain_is_a_small_share_of_the_time(monkeypatch):

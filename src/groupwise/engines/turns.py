@@ -8,6 +8,9 @@ The rule of waiting (``Patience``). Where turns ended, their answers are awaited
 at once; a row that is not leaves the batch, and comes back when it is answered, so that a slow tool holds nobody up. Of a call's time at
 most ``LOST_SHARE`` is spent on waiting in vain: beyond that nobody is waited for. So what is sampled together, and with it the last bit
 of every number, does not depend on time as long as tools answer within the grace. With ``grace_s`` None it never does: all are awaited.
+
+An engine that plays in rounds takes about as long for one row as for many. Where nobody was answered within the grace, the first
+answer begins no round of its own: others are awaited with it, for ``ROUND_SHARE`` of the time that the last round took.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ GRACE_S = 0.2
 """Seconds for which answers are awaited before rows leave."""
 LOST_SHARE = 0.05
 """Most of a call's time that is spent on waiting for answers that came later all the same."""
+ROUND_SHARE = 0.5
+"""Of the time of a round, how long further answers are awaited before a round begins where no row is left to sample meanwhile."""
 _LOOK_EVERY_S = 0.1
 
 Answer = Future[Sequence[int] | None]
@@ -77,9 +82,11 @@ class Patience:
         if not self._wait(answers, grace_s, ALL_COMPLETED):
             self._lost_s += time.monotonic() - started
 
-    def first(self, answers: Collection[Answer]) -> None:
-        """Wait until one is there: nothing else is left to do."""
+    def first(self, answers: Collection[Answer], round_s: float = 0.0) -> None:
+        """Wait until one is there: nothing else is left to do. ``round_s``: seconds of the engine's last round, if it plays in such."""
         self._wait(answers, None, FIRST_COMPLETED)
+        if round_s:
+            self._wait(answers, max(self._grace_s or 0.0, ROUND_SHARE * round_s), ALL_COMPLETED)
 
     def _wait(self, answers: Collection[Answer], limit_s: float | None, until: str) -> bool:
         """Whether what was waited for is there."""
@@ -129,7 +136,9 @@ def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_p
 
     patience = Patience(turns.grace_s, lambda: progress(0, 0))
     absent: dict[_Prefix, Answer] = {}
+    started = time.monotonic()
     groups = engine.serve(request, progress)
+    round_s = time.monotonic() - started
     heard = [
         (_Prefix(i, prompt, sample), replace(turn, sample=sample))
         for i, (prompt, group) in enumerate(zip(request.prompts, groups, strict=True))
@@ -157,9 +166,9 @@ def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_p
             settings, prompts = replace(request.settings, max_tokens=max(limits)), [row.so_far() for row in back]
             watch = _watch_of(request, [(row.place, row.sample) for row in back])
             further = SampleRequest(prompts, 1, settings, request.seed, request.scope, watch, limits=limits)
-            heard = [
-                (row, replace(turn, sample=row.sample))
-                for row, (turn,) in zip(back, engine.serve(further, progress), strict=True)
-            ]
+            started = time.monotonic()
+            sampled_again = engine.serve(further, progress)
+            round_s = time.monotonic() - started
+            heard = [(row, replace(turn, sample=row.sample)) for row, (turn,) in zip(back, sampled_again, strict=True)]
         elif absent:
-            patience.first(absent.values())
+            patience.first(absent.values(), round_s)
