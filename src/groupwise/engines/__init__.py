@@ -67,7 +67,8 @@ def make_engine(
     """The engine that ``rollout.engine`` names. ``scorer`` is the policy's, if it is being trained: the built-in engine then works
     on the very same tensors. ``world``: the processes that make their engines at once; ``collect``: where each holds a part of the
     weights, what gives the first of them the policy with all of its weights, when all call it. ``frozen``: nothing will change the
-    weights, and many prompts are sampled at once: they may be stored in fewer bits where this changes no number.
+    weights, and many prompts are sampled at once: they may be stored in fewer bits where this changes no number, and pushed
+    again by whichever thread samples.
 
     An engine by import path is made by ``Class(policy, rollout)``.
 
@@ -79,7 +80,7 @@ def make_engine(
     if rollout.engine == "vllm":
         from groupwise.engines.vllm.engine import open_vllm_engine
 
-        return open_vllm_engine(policy, rollout, world, collect)
+        return open_vllm_engine(policy, rollout, world, collect, frozen)
     import torch
 
     from groupwise.engines.builtin.decode import rearranging_helps

@@ -195,7 +195,9 @@ def open_service(config: Config, max_tokens: int, name: str) -> Service:
     """The service of the model that ``config`` names, with the settings by which it is asked. Loads the weights."""
     policy = load_to_ask(config)
     system, _ = resolve_system(config.prompt, config.data)
+    # The built-in engine would store frozen weights for many prompts at once, and a client asks one.
+    engine = make_engine(policy, config.rollout, frozen=config.rollout.engine == "vllm")
     return Service(
-        policy, make_engine(policy, config.rollout), config.prompt, system, name=name, max_tokens=max_tokens,
+        policy, engine, config.prompt, system, name=name, max_tokens=max_tokens,
         call_format=config.rollout.call_format,
     )  # fmt: skip

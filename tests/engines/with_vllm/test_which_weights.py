@@ -52,6 +52,15 @@ def test_weights_that_learning_has_changed_since_are_not_pushed_in_place_of_thos
     assert len(elsewhere(lambda: engine.sample(prompts, 2, SAMPLED, seed=1, scope="s"))[0]) == 2
 
 
+def test_weights_that_nothing_changes_are_pushed_again_by_whoever_samples(serve, engine_over, tiny_llama, make_prompts, ids_of):
+    """As the thread of a served model."""
+    server, prompts = serve(tiny_llama()), make_prompts([4])
+    engine = engine_over(server, tiny_llama(), frozen=True)
+    first = ids_of(engine.sample(prompts, 2, SAMPLED, seed=1, scope="s"))
+    start_anew(server)
+    assert ids_of(elsewhere(lambda: engine.sample(prompts, 2, SAMPLED, seed=1, scope="s"))) == first
+
+
 def test_a_connection_that_breaks_while_sampling_ahead_is_no_reason_to_stop(serve, engine_over, tiny_llama, make_prompts, ids_of):
     prompts, server = make_prompts([4, 6]), serve(tiny_llama())
     engine = engine_over(server, tiny_llama())

@@ -80,15 +80,16 @@ class VllmEngine(Engine):
         bucket_bytes: int = 2**28,
         patience_s: float = 300.0,
         collect: Callable[[Policy], Policy | None] = lambda policy: policy,
+        frozen: bool = False,
     ) -> None:
         """``collect``: for all processes at once, the policy with its whole weights, for the first process at least; where each holds
-        only a part of them.
+        only a part of them. ``frozen``: nothing changes them, so that any thread may push them again.
 
         Raises ConfigError where the weights cannot be pushed, TrainingError where the server does not take them.
         """
         check_pushable(policy.model, policy.name)
         self.policy, self.link, self.world = policy, link, world or World()
-        self.bucket_bytes, self.patience_s, self.collect = bucket_bytes, patience_s, collect
+        self.bucket_bytes, self.patience_s, self.collect, self.frozen = bucket_bytes, patience_s, collect, frozen
         self.end_token_ids = frozenset(policy.end_token_ids)
         self.policy_version = 0
         self._owner = self.world.on_rank0(lambda: uuid.uuid4().hex[:12])
@@ -326,7 +327,7 @@ class VllmEngine(Engine):
             ) from stale
         if wanted != self.weights:
             raise TrainingError(f"vLLM at {self.link.where} has newer weights than {wanted}, which nobody may replace") from stale
-        if threading.get_ident() != self._pusher:
+        if not self.frozen and threading.get_ident() != self._pusher:
             raise TrainingError(
                 f"{lost}, which learning has changed since (rollout.ahead samples beside it): continue with --resume, which samples the "
                 "same batch from the same weights"
@@ -412,8 +413,10 @@ def open_vllm_engine(
     rollout: RolloutConfig,
     world: World | None = None,
     collect: Callable[[Policy], Policy | None] = lambda policy: policy,
+    frozen: bool = False,
 ) -> VllmEngine:
-    """Find the server, or start vLLM in this process; push the weights, and see that they arrived. ``collect``: see `VllmEngine`.
+    """Find the server, or start vLLM in this process; push the weights, and see that they arrived. For ``collect`` and ``frozen``
+    see `VllmEngine`.
 
     Raises ConfigError, ModelError or TrainingError where that cannot be.
     """
@@ -422,8 +425,9 @@ def open_vllm_engine(
     settings = rollout.vllm
     link = _client(settings) if settings.url is not None else _own(policy, rollout)
     return VllmEngine(
-        policy, link, world, bucket_bytes=settings.bucket_mib * 2**20, patience_s=settings.patience_s, collect=collect
-    )
+        policy, link, world, bucket_bytes=settings.bucket_mib * 2**20, patience_s=settings.patience_s, collect=collect,
+        frozen=frozen,
+    )  # fmt: skip
 
 
 def _client(settings: VllmConfig) -> Client:
