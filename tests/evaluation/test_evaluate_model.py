@@ -51,7 +51,7 @@ def test_prompt_and_completion_share_the_context(caplog):
     assert len(held_out_prompts(asked, Words(), dropping, None, 11)) == 3
     limited = config(data={"on_long_prompt": "drop", "max_prompt_tokens": 4})
     assert len(held_out_prompts(asked, Words(), limited, None, 11)) == 2
-    with pytest.raises(ConfigError, match=r"limit of evaluation is 5.*context is 5"):
+    with pytest.raises(ConfigError, match=r"max_completion_tokens is 5, but the context of .* is 5 tokens"):
         held_out_prompts(asked, Words(), dropping, None, 5)
 
 

@@ -20,6 +20,7 @@ from groupwise.errors import ConfigError, StoppedError, TrainingError
 from groupwise.evaluation import evaluate_model
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
+from groupwise.training.setup import prepare
 from groupwise.training.sharding import Replicas
 from tests.engines.with_vllm.model_backend import ModelBackend
 from tests.waiting import comes
@@ -185,7 +186,9 @@ def test_what_was_learnt_is_saved_where_the_server_is_away(
     assert [json.loads(line)["step"] for line in kept] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("sections", [{}, {"rollout": {"ahead": 1}}, {"evaluation": {"every": 2}}], ids=["a step", "ahead", "judging"])
+@pytest.mark.parametrize(
+    "sections", [{}, {"rollout": {"ahead": 1}}, {"evaluation": {"every": 2}}], ids=["a step", "ahead", "judging"]
+)
 def test_what_was_learnt_is_saved_where_the_server_breaks_down_while_it_samples(
     sections, server, small_config, letters, quiet, tmp_path
 ):
@@ -217,6 +220,15 @@ def test_models_are_judged_one_after_the_other_by_one_server(server, tiny_folder
         assert judged.n == 3
         assert server.service.backend.loads == loads
         assert comes(lambda: server.service.hello()["used_by"] is None), "it is free once it has seen the connection's end"
+
+
+def test_a_context_that_is_vllm_s_is_called_so(server, small_config, letters):
+    server.service.backend.max_model_tokens = 60
+    for sections in ({"rollout": {"max_completion_tokens": 60}}, {"evaluation": {"max_completion_tokens": 60}}):
+        rollout = {"engine": "vllm", "vllm": {"url": server.url}, **sections.pop("rollout", {})}
+        taken = r"vLLM takes 60 tokens of prompt and completion \(--max-model-tokens\): start it with more, or lower"
+        with pytest.raises(ConfigError, match=rf"max_completion_tokens is 60, but {taken}"):
+            prepare(small_config(rollout=rollout, **sections), rewards=letters)
 
 
 def test_a_server_that_is_not_there_is_told_before_weights_are_read(small_config, letters, quiet, tmp_path):

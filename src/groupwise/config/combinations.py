@@ -259,29 +259,19 @@ def refuse_untrainable(model: ModelConfig, stored: str = "none") -> None:
         )
 
 
-def refuse_with_vllm(rollout: RolloutConfig, processes: int, quantization: str = "none") -> None:
-    """Raise ConfigError for what vLLM cannot sample: a base of that ``quantization``, or several processes without a server."""
-    if rollout.engine != "vllm":
-        return
-    if quantization != "none":
-        raise ConfigError(
-            f"rollout.engine is vllm, which is sent plain weights, but model.quantization is {quantization}: use "
-            "rollout.engine=auto"
-        )
-    if rollout.vllm.url is None and processes > 1:
-        raise ConfigError(
-            f"rollout.engine is vllm in the trainer's own process, which is for one process, but there are {processes}: start a "
-            "server (python -m groupwise.engines.vllm MODEL) and let rollout.vllm.url name it"
-        )
-
-
-def prompt_limit(config: Config, context: int, completion_tokens: int, setting: str) -> int:
+def prompt_limit(config: Config, context: int, completion_tokens: int, setting: str, by_vllm: bool = False) -> int:
     """Longest prompt in tokens that leaves room for a completion, or that ``data.max_prompt_tokens`` allows. ``setting``: which one
-    says ``completion_tokens``.
+    says ``completion_tokens``. ``by_vllm``: whether ``context`` is what vLLM takes, and not the model's own.
 
     Raises ConfigError where no prompt at all could stand beside the completion.
     """
     room = context - completion_tokens
+    if room < 1 and by_vllm:
+        own = "--max-model-tokens" if config.rollout.vllm.url else "rollout.vllm.max_model_tokens"
+        raise ConfigError(
+            f"{setting} is {completion_tokens}, but vLLM takes {context} tokens of prompt and completion ({own}): start it with more, "
+            "or lower the limit"
+        )
     if room < 1:
         raise ConfigError(
             f"{setting} is {completion_tokens}, but the context of {config.model.name} is {context} tokens, prompt included: "

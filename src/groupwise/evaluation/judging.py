@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from groupwise.config.combinations import prompt_limit
 from groupwise.config.schema import Config
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.latex import renew_budget
@@ -17,7 +18,7 @@ from groupwise.data.prompts import worked_completion
 from groupwise.data.sources import held_out_from, load_problems, order_key, question_key
 from groupwise.engines.base import Engine, SamplingSettings
 from groupwise.episodes import Episodes, render_episode
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import DataError
 from groupwise.evaluation.figures import figures, headline_verdict, paired_comparison
 from groupwise.evaluation.records import PartialRecords, further_verdicts, make_record, references_of
 from groupwise.tracking import Trackers
@@ -333,9 +334,10 @@ def evaluate_stage(
 
 def held_out_prompts(
     problems: Sequence[Problem], tokenizer: Any, config: Config, system: str | None, context_length: int,
-    episodes: Episodes | None = None,
+    episodes: Episodes | None = None, by_vllm: bool = False,
 ) -> list[Prompt]:  # fmt: skip
-    """The first ``config.evaluation.problems`` held-out problems, rendered. ``context_length`` is the model's, in tokens.
+    """The first ``config.evaluation.problems`` held-out problems, rendered. ``context_length`` is the model's, in tokens, or with
+    ``by_vllm`` what that takes.
 
     Raises:
         DataError: there are none, or one is too long and ``data.on_long_prompt`` says ``error``.
@@ -350,13 +352,8 @@ def held_out_prompts(
     if not prompts:
         raise DataError(NO_PROBLEMS)
     completion_tokens = sampling_settings(config, "sampled").max_tokens
-    room = context_length - completion_tokens
-    if room < 1:
-        raise ConfigError(
-            f"the token limit of evaluation is {completion_tokens}, but the model's context is {context_length} tokens, prompt "
-            "included: lower evaluation.max_completion_tokens"
-        )
-    kept, too_long = drop_long_prompts(prompts, min(room, config.data.max_prompt_tokens or room), config.data.on_long_prompt)
+    limit = prompt_limit(config, context_length, completion_tokens, "evaluation.max_completion_tokens", by_vllm)
+    kept, too_long = drop_long_prompts(prompts, limit, config.data.on_long_prompt)
     if too_long:
         logger.warning("%d of %d held-out problems were dropped: their prompts are too long", too_long, len(prompts))
     return kept

@@ -91,10 +91,10 @@ def evaluate_model(
     if said := unknown_arguments(tokenizer, config.prompt):  # a note alone: the settings are for all models that are judged
         logger.warning("%s: %s", model, said)
     hf_config = load_model_config(model_config)
-    room = context_length(hf_config, tokenizer)
-    room = min(room, check_vllm(config.rollout, hf_config, model, config.model.device) or room)
+    context = context_length(hf_config, tokenizer)
+    room = min(context, check_vllm(config.rollout, hf_config, model, config.model.device) or context)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(model_config)), open_agents)
-    prompts = held_out_prompts(problems, tokenizer, config, system, room, episodes)
+    prompts = held_out_prompts(problems, tokenizer, config, system, room, episodes, by_vllm=room < context)
     world = world or World()
     policy = load_policy(model_config, adapter=adapter)
     engine = playing(make_engine(policy, config.rollout, world=world, frozen=True), episodes)

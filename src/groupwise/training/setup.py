@@ -170,8 +170,9 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)), open_agents)
     check_sharding(config, hf_config, processes)
-    context = context_length(hf_config, tokenizer)
-    context = min(context, check_vllm(config.rollout, hf_config, config.model.name, config.model.device) or context)
+    own_context = context_length(hf_config, tokenizer)
+    context = min(own_context, check_vllm(config.rollout, hf_config, config.model.name, config.model.device) or own_context)
+    by_vllm = context < own_context
     check_critic(config, tokenizer, context)
 
     def render_one(problem: Problem) -> Prompt:
@@ -179,15 +180,15 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
 
     dropped: list[str] = []
     completion_limit = config.rollout.max_completion_tokens
-    limit = prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens")
+    limit = prompt_limit(config, context, completion_limit, "rollout.max_completion_tokens", by_vllm)
     start_together = None if episodes is None else episodes.start_together
     train = _fitting(problems.train, render_one, limit, config, "training", dropped, start_together)
     config = _with_steps(config, len(train))
     suite.check_prompt(train[0])
-    check_worked_examples(config, train, tokenizer, answer_style, context, episodes)
+    check_worked_examples(config, train, tokenizer, answer_style, own_context, episodes)  # vLLM has no part in them
     chosen = with_shots(problems.held_out[: config.evaluation.problems], config, answer_style)
     completion_limit = config.evaluation.max_completion_tokens or completion_limit
-    limit = prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens")
+    limit = prompt_limit(config, context, completion_limit, "evaluation.max_completion_tokens", by_vllm)
     held_out = _fitting(chosen, render_one, limit, config, "held-out", dropped, start_together)[:]
     wordiest = max(range(len(train)), key=lambda i: len(str(train.problems[i].question)))  # thousands would take long to render
     longest = max(len(one.token_ids) for one in (train[wordiest], *held_out))
