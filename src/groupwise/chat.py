@@ -232,8 +232,8 @@ class Speaker:
         room = self.policy.context_length - len(prompt.token_ids)
         if room < 1:
             raise ConfigError(
-                f"the conversation is {len(prompt.token_ids)} tokens long, but the context of {self.policy.name} is "
-                f"{self.policy.context_length}: start a new one, or ask a shorter question"
+                f"the conversation is {len(prompt.token_ids)} tokens long, but at most {self.policy.context_length} are taken (the "
+                f"context of {self.policy.name}, or what vLLM was started with): start a new one, or ask a shorter question"
             )
         settings = replace(self.settings, max_tokens=min(self.settings.max_tokens, room))
         # A model's text could steer a terminal; a file gets it as it is.
@@ -246,8 +246,14 @@ class Speaker:
         completion = self.engine.stream(prompt, settings, seed=self.seed, on_text=show)
         out.write("\n")
         out.flush()
-        self.messages = [*asked, *completion.messages]
+        self.messages = [*asked, *map(self._as_shown, completion.messages)]
         return completion.answer
+
+    def _as_shown(self, message: Message) -> Message:
+        """What the policy was given, as it was: special tokens in it had lost their meaning."""
+        if self.episodes is None or message["role"] == "assistant":
+            return message
+        return {"role": message["role"], "content": self.episodes.template.harmless(message["content"])}
 
     def forget(self) -> None:
         self.messages = []

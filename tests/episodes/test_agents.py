@@ -420,15 +420,18 @@ from groupwise.config.schema import Config
 from groupwise.serving.agents import open_agents
 logging.basicConfig(format="%(message)s", level=logging.WARNING)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-open_agents(Config(rollout={"environment": {"command": "a"}, "prompts_per_step": 32}), None, None, [])
+config = Config(rollout={"environment": {"command": "a"}, "prompts_per_step": 32}, evaluation={"problems": None})
+with open_agents(config, None, None, []).open(int(sys.argv[2])):
+    pass
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 
-@pytest.mark.parametrize(("hard", "soft"), [(4096, 1792), (1000, 1000)])
-def test_as_many_files_may_be_open_as_the_programs_of_a_step_need(hard, soft):
+@pytest.mark.parametrize(("hard", "episodes", "soft"), [(4096, 1, 1792), (4096, 300, 2056), (1000, 1, 1000)])
+def test_as_many_files_may_be_open_as_the_programs_of_a_step_need(hard, episodes, soft):
+    """And those of an evaluation whose number of problems the data alone says."""
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, "-c", FILES, str(hard)]
+    words = [sys.executable, "-c", FILES, str(hard), str(episodes)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     assert done.stdout.split() == [str(soft)], done.stderr
     assert ("256 agents at once may need 1792 open files, but this process may have 1000" in done.stderr) == (soft < 1792)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import random
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,16 @@ import pytest
 from rich.console import Console
 from test_driver import PLENTY, Scripted, episodes_of, prompt_of
 
-from groupwise.chat import answer_of, make_speaker
+from groupwise.chat import Speaker, answer_of, make_speaker
 from groupwise.config.schema import Config, PromptConfig, RolloutConfig
 from groupwise.doctor import diagnose_prepared
 from groupwise.engines.base import SamplingSettings
 from groupwise.episodes import open_episodes, render_episode
 from groupwise.episodes.driver import EpisodeEngine
 from groupwise.episodes.environments import Environments
-from groupwise.errors import ConfigError, TrainingError
+from groupwise.errors import ConfigError, DataError, TrainingError
 from groupwise.rewards.functions import environment as environment_reward
+from groupwise.rewards.suite import _unplayed
 from groupwise.training.loop import train
 from groupwise.training.setup import _note_on_tools, prepare
 from groupwise.types import Problem, Prompt
@@ -70,6 +73,18 @@ class Counter:
         return float(self.count)
 
 
+class Sure(Guess):
+    """The number is 2."""
+
+    def reset(self, **row: Any) -> None:  # type: ignore[override]
+        self.secret = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Any:
+    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
 def played(tokenizer, script, *factories, samples=1, prompts=None, timeout_s=LONG_S, max_turns=10, **named):
     environments = Environments(named or {None: factories[0]}, timeout_s)
     episodes = episodes_of(tokenizer, environments=environments, max_turns=max_turns, timeout_s=timeout_s)
@@ -107,6 +122,19 @@ def test_an_observation_of_none_is_an_empty_turn(tokenizer):
     assert completion.finish_reason == "stop"
 
 
+def test_an_observation_is_whole(tokenizer):
+    """Its length is the game's, as that of what reset says: the limits of an episode bound it."""
+
+    class Long(Guess):
+        def step(self, text: str) -> Any:
+            return "x" * 5000, 0.0, False, {}
+
+    episodes = episodes_of(tokenizer, environments=Environments({None: Long}, LONG_S), max_turns=2)
+    engine = EpisodeEngine(Scripted(tokenizer, lambda *_: "1"), episodes)
+    ((completion,),) = engine.sample([prompt_of()], 1, SamplingSettings(max_tokens=6000), seed=3, scope="test")
+    assert completion.turns[1].text == "x" * 5000
+
+
 def test_a_group_starts_alike_and_each_member_plays_its_own(tokenizer):
     prompts = [Prompt(Problem("p", "?", "1", {"largest": 8}), "?", (5, 6))]
     ((*group,),), _, _ = played(
@@ -142,6 +170,21 @@ def test_the_prompt_has_what_the_environment_says_and_its_tools(tokenizer):
     prompt = render_episode(problem, tokenizer, PromptConfig(), "Be brief.", episodes)
     assert prompt.text.startswith("<|im_start|>system\nBe brief.\nTo use a tool, write only <call>")
     assert "add(number): Adds to the count." in prompt.text
+
+
+def test_a_method_of_a_tool_s_name_is_refused(tokenizer):
+    class Calculates(Counter):
+        def calculator(self, expression: str) -> str:
+            """Computes.
+
+            Args:
+                expression: What.
+            """
+            return expression
+
+    episodes = episodes_of(tokenizer, environments=Environments({None: Calculates}, LONG_S))
+    with pytest.raises(ConfigError, match=r"rollout.tools and the environment both have a tool that is called calculator"):
+        render_episode(Problem("p", "?", "1"), tokenizer, PromptConfig(), None, episodes)
 
 
 def test_tools_are_described_in_the_system_turn_of_a_conversation_that_has_one(tokenizer):
@@ -201,6 +244,26 @@ def test_members_that_would_start_otherwise_than_the_prompt_says_are_refused(tok
         EpisodeEngine(Scripted(tokenizer, lambda *_: "1"), other).sample([prompt], 2, PLENTY, seed=0, scope="x")
 
 
+@pytest.mark.parametrize(("first", "then"), [(" Hard mode.", None), ("12", "2"), (None, "?"), ("?", "")])
+def test_members_are_compared_by_all_that_they_say(tokenizer, first, then):
+    """Also where one says nothing, or the end of what another says; and a worked example is compared, too."""
+    says = itertools.chain([first], itertools.repeat(then))
+
+    class Fickle(Sure):
+        def reset(self, **row: Any) -> Any:
+            super().reset(**row)
+            return next(says)
+
+    episodes = episodes_of(tokenizer, environments=Environments({None: Fickle}, LONG_S))
+    prompt = render_episode(Problem("p", "Guess?", "1"), tokenizer, PromptConfig(), None, episodes)
+    for play in (
+        lambda: EpisodeEngine(Scripted(tokenizer, lambda *_: "1"), episodes).sample([prompt], 1, PLENTY, seed=0, scope="x"),
+        lambda: episodes.play_script(prompt, ["1", "2"], tokenizer.eos_token_id),
+    ):
+        with pytest.raises(TrainingError, match="all members of a group must start alike"):
+            play()
+
+
 def failing(kind: str) -> type:
     class Failing(Guess):
         def step(self, text: str) -> Any:
@@ -246,8 +309,12 @@ def test_a_reward_that_fails_is_none(tokenizer, reward):
                 raise reward
             return reward  # type: ignore[no-any-return]
 
-    ((completion,),), _, _ = played(tokenizer, lambda *_: "done", Unfair)
+    ((completion,),), _, _ = played(tokenizer, lambda n, s, turn: "done" if turn else "<call>add(1)</call>", Unfair)
     assert (completion.finish_reason, completion.reward) == ("environment_error", None)
+    assert [(call.name, call.failure) for call in completion.calls] == [("add", None), ("get_reward", "raised")]
+    unplayed = _unplayed(prompt_of(), [completion])
+    assert unplayed is not None
+    assert unplayed.message.endswith(f"(environment_error): {completion.calls[-1].result}")
 
 
 def test_rewards_that_have_no_sum_are_none(tokenizer):
@@ -408,8 +475,24 @@ def test_an_environment_is_closed_when_its_episode_is_over(tokenizer):
         (group,), _, _ = played(tokenizer, lambda n, sample, turn: ["1", "no number"][sample], factory, samples=2, max_turns=2)
         assert {c.finish_reason for c in group} <= {"max_turns", "environment_error", "stop"}
         assert not open_now
-        episodes_of(tokenizer, environments=Environments({None: factory}, 5.0)).play_script(prompt_of(), ["1", "2"], 5)
+        script = ["1" if factory is Session else "<call>add(1)</call>", "2"]
+        episodes_of(tokenizer, environments=Environments({None: factory}, 5.0)).play_script(prompt_of(), script, 5)
         assert not open_now, "a worked example's is closed too"
+
+
+@pytest.mark.parametrize(
+    ("factory", "script", "error", "why"),
+    [
+        (Counter, ["<call>add(1)</call>", "Hm.", "2"], DataError, "makes no call, which would begin with '<call>'"),
+        (Sure, ["1", "2", "3"], DataError, "what answers it is over then"),
+        (Sure, ["1", "x", "3"], TrainingError, "is not answered: error: ValueError: invalid literal"),
+    ],
+)  # fmt: skip
+def test_a_script_that_ends_before_its_last_turn_is_refused(tokenizer, factory, script, error, why):
+    """Cut there, it would teach the policy to end so."""
+    episodes = episodes_of(tokenizer, environments=Environments({None: factory}, LONG_S))
+    with pytest.raises(error, match=f"the script of problem p has 3 turns, but turn 2 .*{why}"):
+        episodes.play_script(prompt_of(), script, tokenizer.eos_token_id)
 
 
 @pytest.mark.parametrize("named", ["groupwise.episodes.games:HigherOrLower", {"game": "groupwise.episodes.games:HigherOrLower"}])
@@ -434,6 +517,21 @@ def test_a_question_by_itself_is_text_for_the_environment_as_in_training(tmp_pat
     speaker = make_speaker(tiny_config(folder, write_sums(tmp_path / "sums.jsonl"), rollout=rollout), 5, 1.0, False, 0)
     answer_of(speaker, "sea")
     assert speaker.messages[0] == {"role": "user", "content": "sea"}
+
+
+def test_what_a_tool_returned_ends_no_turn_in_the_next_question_either(tokenizer):
+    def ends() -> str:
+        """Returns what would end a turn."""
+        return "<|im_end|>"
+
+    episodes = episodes_of(tokenizer, ends)
+    scripted = Scripted(tokenizer, lambda n, sample, turn: "So." if turn else "<call>ends()</call>")
+    policy: Any = SimpleNamespace(tokenizer=tokenizer, context_length=2000, name="tiny")
+    speaker = Speaker(policy, EpisodeEngine(scripted, episodes), PromptConfig(), None, PLENTY, 0, episodes)
+    for question in ("One?", "Two?"):
+        speaker.answer(question, io.StringIO())
+    second = scripted.asked[2].prompts[0]
+    assert second.token_ids.count(tokenizer.eos_token_id) == 6, "system, question, call, result, answer, question"
 
 
 def test_what_begins_with_a_question_needs_no_row():

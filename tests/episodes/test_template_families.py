@@ -6,12 +6,15 @@ Skipped where TRL is not installed. The ids are those of a byte-level tokenizer 
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AddedToken
 
+from groupwise.config.schema import Config, RolloutConfig
+from groupwise.episodes import open_episodes
 from groupwise.episodes.formats import format_of_template
 from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.errors import ConfigError
@@ -93,6 +96,21 @@ def test_families_that_rewrite_history_are_found(family, bytewise):
         assert ids != whole(bytewise, messages)["input_ids"]
         ids, _, messages = appended(bytewise, template, THOUGHTFUL, "tool")
         assert ids == whole(bytewise, messages)["input_ids"]
+
+
+def test_what_a_user_s_turn_rewrites_matters_only_where_an_environment_answers_turns(bytewise, tmp_path):
+    """Between the turns of one whose methods are tools stand results of tools alone."""
+    set_up(bytewise, "qwen3", "<|im_end|>")
+    (tmp_path / "two.py").write_text(
+        "class Game:\n    def reset(self, **row): ...\n    def step(self, text): ...\n"
+        "class Shop:\n    def reset(self, **row): ...\n    def open(self) -> str:\n        'Opens.'\n",
+        encoding="utf-8",
+    )
+    game, shop = (f"{tmp_path / 'two.py'}:{name}" for name in ("Game", "Shop"))
+    for named, refused in ((shop, False), (game, True), ({"shop": shop, "game": game}, True)):
+        config = Config(rollout=RolloutConfig(environment=named))
+        with pytest.raises(ConfigError, match="rewrites what was said before") if refused else nullcontext():
+            open_episodes(config, bytewise, [bytewise.eos_token_id])
 
 
 @pytest.mark.parametrize("said", [THOUGHTFUL, PLAIN])

@@ -12,7 +12,7 @@ from groupwise.data.prompts import render, worked_completion, worked_expressions
 from groupwise.engines import Engine
 from groupwise.engines.turns import GRACE_S
 from groupwise.episodes.driver import Agents, EpisodeEngine, Episodes, Played
-from groupwise.episodes.environments import Environments
+from groupwise.episodes.environments import Environments, with_observation
 from groupwise.episodes.formats import FORMATS, CallFormat, format_of_template
 from groupwise.episodes.templates import TurnTemplate
 from groupwise.episodes.tools import Tool, load_tools
@@ -60,6 +60,8 @@ def open_episodes(
         environments = Environments.load(rollout.environment, rollout.tool_timeout_s)
     for role in (None, "user") if rollout.environment is not None else (None,):
         if rollout.rewritten_history == "refuse" and (how := template.rewrites(role)):
+            if role == "user" and environments is not None and environments.with_step() is None:
+                break  # results of tools alone stand between turns
             raise ConfigError(
                 f"the chat template of {config.model.name} rewrites what was said before ({how}), so that a chat program would not show "
                 "the policy the turns that it learnt with: set rollout.rewritten_history=append to keep them as they were sampled, or "
@@ -89,6 +91,8 @@ def render_episode(
     said, tools = None, list(episodes.tools.values())
     if episodes.environments is not None:
         said, more = episodes.environments.opening(problem)
+        if both := [tool.name for tool in more if tool.name in episodes.tools]:
+            raise ConfigError(f"rollout.tools and the environment both have a tool that is called {both[0]}: rename one of them")
         tools += more
     asked = problem if said is None else replace(problem, question=with_observation(problem.question, said))
     native = episodes.format.native
@@ -101,14 +105,6 @@ def render_episode(
             system = "\n".join(filter(None, (system, described)))
     rendered = render(asked, tokenizer, prompt, system, [tool.schema for tool in tools] if tools and native else None)
     return replace(rendered, problem=problem)
-
-
-def with_observation(question: str | Sequence[Message], said: str) -> str | list[Message]:
-    """The question, with what an environment ``said`` at the start at the end of the user's last turn, as TRL has it."""
-    if isinstance(question, str):
-        return question + said
-    *before, last = question
-    return [*before, {"role": last["role"], "content": last["content"] + said}]
 
 
 def describe_tools(tools: Sequence[Tool], form: CallFormat) -> str:

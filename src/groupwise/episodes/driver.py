@@ -30,13 +30,15 @@ from groupwise.episodes.environments import (
     ResetFailed,
     Steps,
     ToolUse,
+    failed_call,
     let_go,
     takes_steps,
+    with_observation,
 )
 from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.templates import Conversation, TurnTemplate
 from groupwise.episodes.tools import Tool, Toolbox
-from groupwise.errors import TrainingError
+from groupwise.errors import DataError, GroupwiseError, TrainingError
 from groupwise.metrics import Metric
 from groupwise.rewards.calling import Background, CallRaised, CallTimedOut
 from groupwise.types import FAILURES, Completion, FinishReason, Problem, Prompt, Turn
@@ -63,8 +65,8 @@ class Agents(Protocol):
     def start_together(self, problems: Sequence[Problem]) -> None:
         """Find the openings of ``problems`` side by side."""
 
-    def open(self) -> AbstractContextManager[Callable[[Prompt], Partner]]:
-        """Who answers in an episode of a prompt. All programs that were started have ended afterwards."""
+    def open(self, episodes: int) -> AbstractContextManager[Callable[[Prompt], Partner]]:
+        """Who answers in an episode of a prompt; at most so many are played. All programs that were started have ended after it."""
 
 
 Played = tuple[Sequence[int], list[int], list[bool]]
@@ -99,12 +101,13 @@ class Episodes:
             self.agents.start_together(problems)
 
     @contextmanager
-    def open(self) -> Iterator[PartnerOf]:
-        """Who answers the policy in an episode of a prompt, and what is said at the start, as ``partner`` has it."""
+    def open(self, episodes: int) -> Iterator[PartnerOf]:
+        """Who answers the policy in an episode of a prompt, and what is said at the start, as ``partner`` has it. At most so many
+        ``episodes`` are played."""
         if self.agents is None:
             yield lambda prompt: self.partner(prompt.problem)
         else:
-            with self.agents.open() as partner_of:
+            with self.agents.open(episodes) as partner_of:
                 yield lambda prompt: (partner_of(prompt), None)
 
     def partner(self, problem: Problem) -> tuple[Partner, str | None]:
@@ -124,6 +127,17 @@ class Episodes:
             return Steps(made, self.timeout_s), said
         return ToolUse(Toolbox({**self.tools, **self.environments.tools_of(made)}, self.timeout_s), self.format, made), said
 
+    def check_start(self, prompt: Prompt, said: str | None) -> None:
+        """Raises TrainingError where an environment ``said`` something else at the start of an episode than the prompt says."""
+        if self.environments is None or prompt.messages is None:
+            return
+        asked, shown = with_observation(prompt.problem.question, said or ""), prompt.messages[-1]["content"]
+        if not shown.endswith(asked if isinstance(asked, str) else asked[-1]["content"]):
+            raise TrainingError(
+                f"reset of the environment began problem {prompt.problem.id} with {(said or '')[-80:]!r}, and before with "
+                f"{shown[-80:]!r}, but all members of a group must start alike: give it an argument seed to draw from"
+            )
+
     def let_go(self, partner: Partner) -> None:
         """Close the environment of an episode that is not played to its end."""
         let_go(getattr(partner, "environment", None), self.timeout_s)
@@ -142,20 +156,28 @@ class Episodes:
 
     def play_script(self, prompt: Prompt, turns: Sequence[str], end_token: int) -> list[Played]:
         """An episode of ``prompt`` in which the policy says ``turns``, each ended with ``end_token``, in as many samples as it forks into.
-        The turns are really answered."""
+        The turns are really answered.
+
+        Raises DataError where one before the last ends the episode, and TrainingError where the environment fails: half of it would
+        teach to stop there.
+        """
         before, ids, sampled = list(prompt.token_ids), list[int](), list[bool]()
         played: list[Played] = [(before, ids, sampled)]
-        with self.open() as partner_of, ExitStack() as ends:
-            partner, _ = partner_of(prompt)
+        with self.open(1) as partner_of, ExitStack() as ends:
+            partner, opening = partner_of(prompt)
             ends.callback(self.let_go, partner)
+            self.check_start(prompt, opening)
             conversation = self.conversation(prompt, partner)
             for number, text in enumerate(turns):
                 own = [*self.template.tokenizer(text, add_special_tokens=False)["input_ids"], end_token]
                 ids += own
                 sampled += [True] * len(own)
                 turn = Completion(text, tuple(own), (0.0,) * len(own), "stop")
-                if number == len(turns) - 1 or (reply := partner.reply(turn)).ended is not None:
+                if number == len(turns) - 1:
                     break
+                reply = partner.reply(turn)
+                if reply.ended is not None:
+                    raise self._cut_short(prompt.problem, f"{len(turns)} turns, but turn {number + 1}", partner, reply)
                 given, rewritten = self.given(turn, reply, partner, conversation)
                 if rewritten:
                     before, ids, sampled = given, [], []
@@ -164,6 +186,15 @@ class Episodes:
                     ids += given
                     sampled += [False] * len(given)
         return played
+
+    def _cut_short(self, problem: Problem, where: str, partner: Partner, reply: Reply) -> GroupwiseError:
+        """Why a script ends ``where`` it should go on."""
+        script = f"the script of problem {problem.id} has {where}"
+        if reply.ended in FAILURES:
+            return TrainingError(f"{script} is not answered: {reply.calls[-1].result}")
+        no_call = f"it makes no call, which would begin with {self.format.openings[0]!r} (rollout.call_format)"
+        why = no_call if isinstance(partner, ToolUse) else "what answers it is over then"
+        return DataError(f"{script} ends the episode: {why}; correct the turn, or let the script end there")
 
     def given(
         self, said: Completion, reply: Reply, partner: Partner, conversation: Conversation | None
@@ -216,7 +247,7 @@ class EpisodeEngine(Engine):
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``; progress counts episodes."""
         played: dict[tuple[int, int], _Episode] = {}
-        abandoned = threading.Event()
+        abandoned, episodes = threading.Event(), len(request.prompts) * request.samples_per_prompt
 
         def begin_or_append(place: int, turn: Completion) -> _Episode:
             episode = played.get((place, turn.sample))
@@ -230,7 +261,7 @@ class EpisodeEngine(Engine):
             return episode
 
         try:
-            with self.episodes.open() as partner_of, Background(self.episodes.concurrent, "episode") as background:
+            with self.episodes.open(episodes) as partner_of, Background(self.episodes.concurrent, "episode") as background:
                 self._play(request, begin_or_append, background, self._counting(played, on_progress))
                 while forked := [episode for _, episode in sorted(played.items()) if episode.finish_reason is None]:
                     limits, prompts = [episode.room for episode in forked], [episode.next_prompt() for episode in forked]
@@ -292,13 +323,12 @@ def _begin(episodes: Episodes, partner_of: PartnerOf, prompt: Prompt, first: Com
     try:
         partner, said = partner_of(prompt)
     except ResetFailed as failure:
-        partner, said = NotBegun(failure), None
-    if said and prompt.messages is not None and not prompt.messages[-1]["content"].endswith(said):
+        return _Episode(episodes, prompt, first, max_tokens, NotBegun(failure))
+    try:
+        episodes.check_start(prompt, said)
+    except TrainingError:
         episodes.let_go(partner)
-        raise TrainingError(
-            f"reset of the environment began problem {prompt.problem.id} with {said[-80:]!r}, and before with "
-            f"{prompt.messages[-1]['content'][-80:]!r}, but all members of a group must start alike: give it an argument seed to draw from"
-        )
+        raise
     return _Episode(episodes, prompt, first, max_tokens, partner)
 
 
@@ -397,9 +427,11 @@ class _Episode:
                 raise ValueError(f"it is {self.reward}, and a reward is finite")
         except (CallRaised, CallTimedOut, OverflowError, TypeError, ValueError) as failure:
             self.finish_reason = "timeout" if isinstance(failure, CallTimedOut) else "environment_error"
-            logger.warning(
-                "the reward of the environment failed on problem %s: %s", self.prompt.problem.id, failure or "time-out"
-            )
+            late, why = self.finish_reason == "timeout", str(failure) or "it did not answer in time"
+            logger.warning("the reward of the environment failed on problem %s: %s", self.prompt.problem.id, why)
+            called = "reset" if isinstance(self.partner, NotBegun) else "get_reward"
+            told = failed_call("timed_out" if late else "raised", why, called)
+            self.turns[-1] = replace(self.turns[-1], calls=(*self.turns[-1].calls, told))
         if self.finish_reason in FAILURES:
             self.reward = None
 

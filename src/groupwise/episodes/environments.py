@@ -22,7 +22,7 @@ from groupwise.episodes.tools import Tool, Toolbox, as_text, describe, shortened
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.importing import import_member, in_one_line
 from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit, own_copy
-from groupwise.types import Completion, FinishReason, Problem, ToolCall
+from groupwise.types import Completion, FinishReason, Message, Problem, ToolCall
 
 __all__ = ["Environments", "NotBegun", "Partner", "Reply", "ResetFailed", "ToolUse"]
 
@@ -104,14 +104,15 @@ class Steps:
                 raise ValueError
             if done:
                 return Reply(ended="stop", reward=reward)
-            return Reply(("" if observation is None else shortened(as_text(observation, "step")),), reward=reward)
+            return Reply(("" if observation is None else as_text(observation, "step"),), reward=reward)
         except CallTimedOut:
-            return Reply(ended="timeout", calls=(_failed("timed_out", f"step did not answer within {self.timeout_s:g} seconds"),))
+            why = f"step did not answer within {self.timeout_s:g} seconds"
+            return Reply(ended="timeout", calls=(failed_call("timed_out", why),))
         except CallRaised as raised:
-            return Reply(ended="environment_error", calls=(_failed("raised", str(raised)),))
+            return Reply(ended="environment_error", calls=(failed_call("raised", str(raised)),))
         except (OverflowError, TypeError, ValueError):
             why = f"step returned {taken!r:.80}, but it must return (observation, reward, done, info) with a finite reward"
-            return Reply(ended="environment_error", calls=(_failed("raised", why),))
+            return Reply(ended="environment_error", calls=(failed_call("raised", why),))
 
     def reward(self, unheard: Completion | None) -> float | None:
         let_go(self.environment, self.timeout_s)
@@ -134,10 +135,9 @@ class NotBegun:
     role: str | None = None
 
     def reply(self, turn: Completion) -> Reply:
-        late, why = self.failure.timed_out, str(self.failure)
-        return Reply(
-            ended="timeout" if late else "environment_error", calls=(_failed("timed_out" if late else "raised", why, "reset"),)
-        )
+        late = self.failure.timed_out
+        call = failed_call("timed_out" if late else "raised", str(self.failure), "reset")
+        return Reply(ended="timeout" if late else "environment_error", calls=(call,))
 
     def reward(self, unheard: Completion | None) -> float | None:
         if unheard is not None:  # else ``reply`` has said it
@@ -145,7 +145,8 @@ class NotBegun:
         return None
 
 
-def _failed(failure: Any, why: str, called: str = "step") -> ToolCall:
+def failed_call(failure: Any, why: str, called: str = "step") -> ToolCall:
+    """What the records of an episode say of a method that failed."""
     return ToolCall(called, {}, shortened(f"error: {why}"), failure)
 
 
@@ -230,17 +231,23 @@ class Environments:
         chosen = [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward", "close")]
         return {name: describe(getattr(environment, name), f"{type(environment).__name__}.{name}") for name in chosen}
 
-    def note_on_tools(self) -> str | None:
-        """A sentence for a run with tools where an environment has ``step``: the prompt describes them, and nobody reads calls."""
+    def with_step(self) -> str | None:
+        """The class of one that has ``step``, and answers each turn by it; None where all have tools alone."""
         for name in self.factories:
             probe = self._made(name)
             self.done_with(probe)
             if takes_steps(probe):
-                return (
-                    f"rollout.tools is set, but the environment {type(probe).__name__} answers each turn by its step, which reads no calls "
-                    "of tools: leave rollout.tools out, or make step a tool as a public method of another name"
-                )
+                return type(probe).__name__
         return None
+
+    def note_on_tools(self) -> str | None:
+        """A sentence for a run with tools where an environment has ``step``: the prompt describes them, and nobody reads calls."""
+        if (named := self.with_step()) is None:
+            return None
+        return (
+            f"rollout.tools is set, but the environment {named} answers each turn by its step, which reads no calls of tools: "
+            "leave rollout.tools out, or make step a tool as a public method of another name"
+        )
 
     def needs_a_row(self) -> bool:
         """Whether ``reset`` must be told more of a problem than its question."""
@@ -268,6 +275,14 @@ class Environments:
     def done_with(self, environment: Any) -> None:
         """It plays no more."""
         let_go(environment, self.timeout_s)
+
+
+def with_observation(question: str | Sequence[Message], said: str) -> str | list[Message]:
+    """The question, with what an environment ``said`` at the start at the end of the user's last turn, as TRL has it."""
+    if isinstance(question, str):
+        return question + said
+    *before, last = question
+    return [*before, {"role": last["role"], "content": last["content"] + said}]
 
 
 def let_go(environment: Any, timeout_s: float | None) -> None:

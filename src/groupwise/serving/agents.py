@@ -73,8 +73,9 @@ def open_agents(config: Config, template: TurnTemplate, form: CallFormat, end_to
     """The programs of ``rollout.environment: {command: ...}``."""
     command = config.rollout.command
     assert command is not None
-    _allow_files(max(config.completions_per_step, (config.evaluation.problems or 0) * config.evaluation.samples))
-    return AgentPrograms(command, config.model.name, config.rollout, config.prompt, template, form, end_token_ids)
+    agents = AgentPrograms(command, config.model.name, config.rollout, config.prompt, template, form, end_token_ids)
+    agents.allow_files(max(config.completions_per_step, (config.evaluation.problems or 0) * config.evaluation.samples))
+    return agents
 
 
 def _allow_files(programs: int) -> None:
@@ -117,6 +118,8 @@ class AgentPrograms:
         self._calls = Calls(form, template, "")
         self._openings: dict[str, Ask] = {}
         self._noticed: set[str] = set()
+        self._allowed = 0
+        """Programs at once for which files may be open, or which it was said of that they may not."""
         self._lock = threading.Lock()
 
     def opening(
@@ -143,9 +146,16 @@ class AgentPrograms:
             for problem, first in zip(unknown, asked, strict=True):
                 self._openings[problem.id] = first.result()  # type: ignore[assignment]
 
+    def allow_files(self, programs: int) -> None:
+        """As ``_allow_files``, once for each number."""
+        if programs > self._allowed:
+            self._allowed = programs
+            _allow_files(programs)
+
     @contextmanager
-    def open(self) -> Iterator[Callable[[Prompt], _Play]]:
+    def open(self, episodes: int) -> Iterator[Callable[[Prompt], _Play]]:
         """See ``Agents.open``."""
+        self.allow_files(episodes)  # an evaluation's problems may be all that there are
         with self._door() as door:
             yield partial(_Play, self, door)
 

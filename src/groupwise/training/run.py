@@ -205,8 +205,8 @@ class Run:
 
     @contextmanager
     def stopping(self, stops_after: bool = True) -> Iterator[None]:
-        """A context: what a signal abandons inside it, or what fails, ends the run, after saving it; several processes come to its end
-        together, and stop there, unless ``stops_after`` is False: where nothing follows it, or what follows saves first."""
+        """A context: what a signal abandons inside it, or what fails, ends the run, after saving it; several processes come to its
+        end together, and stop there, unless ``stops_after`` is False: where nothing follows it, or what follows saves first."""
         try:
             yield
         except AbandonStep:
@@ -404,8 +404,8 @@ class Run:
             raise TrainingError(f"{self.unpushed}; step {self.done} is saved in {self.save(self.done)}") from self.unpushed
 
     def _end_failed(self, error: TrainingError) -> NoReturn:
-        """End the run where sampling failed; first save what was learnt since the last checkpoint. Several processes cannot: one of them
-        may have failed alone."""
+        """End the run where sampling failed; first save what was learnt since the last checkpoint. Several processes cannot: one of
+        them may have failed alone."""
         if self.world.size > 1 or self.learner is None or self.trained or self.learner.updates == self.saved_updates:
             raise error
         raise TrainingError(f"{error}; step {self.done} is saved in {self.save(self.done)}") from error
