@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from groupwise.distributed import failures
 from groupwise.errors import CheckpointError
 from groupwise.models.load import copy_to_cpu
 from groupwise.training import checkpoint as checkpoints
 from groupwise.training.checkpoint import CheckpointWriter
+from groupwise.training.checkpoint_folder import is_sound
 from groupwise.training.loop import train
 from groupwise.training.run import Run
 from groupwise.training.start import start
@@ -114,6 +116,33 @@ def test_a_failure_in_the_background_is_told_and_ends_nothing(tmp_path, monkeypa
     assert writer.news() == []
     with pytest.raises(CheckpointError):
         writer.write(snapshot())
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_checkpoint_that_is_waited_for_is_whole_when_another_process_fails_meanwhile(
+    small_config, letters, quiet, tmp_path, monkeypatch, last
+):
+    config = small_config(output={"checkpoint_every": 1, "checkpoint_in_background": False})
+    run = start(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    run.begin_learning()
+    writing, write = threading.Event(), checkpoints._write
+
+    def slowly(aside, snapshot):
+        writing.set()
+        time.sleep(0.5)
+        assert run.world.is_saving()
+        write(aside, snapshot)
+
+    monkeypatch.setattr(failures, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(checkpoints, "_write", slowly)
+    board = SimpleNamespace(rank=0, read=lambda: failures.Failure(1, "out of luck", 3) if writing.is_set() else None)
+    watch = failures.Watch(board, 2, None, run.world.is_saving)
+    watch.start()
+    with pytest.raises(failures.RankLost):
+        run.save(1) if last else run.checkpoint_if_due(0)
+    watch.finish()
+    assert is_sound(run.folder.checkpoints / "step-1")
+    run.close()
 
 
 @pytest.mark.parametrize(("is_copy", "on_gpu"), [(True, True), (False, True), (True, False)])

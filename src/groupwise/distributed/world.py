@@ -66,7 +66,7 @@ class World:
         self._seal, self._gathered = seal, 0
         self._control, self._board, self._device = control, board, device
         self.is_saving: Callable[[], bool] = lambda: False
-        """Whether this process is writing a checkpoint beside what else it does: a failure elsewhere does not end it before."""
+        """Whether this process is writing a checkpoint: a failure elsewhere does not end it before."""
 
     @property
     def is_first(self) -> bool:

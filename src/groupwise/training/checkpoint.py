@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,10 @@ _SPARE = 1.25
 
 
 class CheckpointWriter:
-    """One checkpoint at a time: the next waits for the one before. What went wrong is told by ``news``, and ends nothing."""
+    """One checkpoint at a time: the next waits for the one before. What went wrong is told by ``news``, and ends nothing.
+
+    A thread writes it even where it is waited for: another process's failure is raised in the main thread, and would end the writing.
+    """
 
     def __init__(self, folder: Path, keep: int, keep_best: bool, in_background: bool, beside_learning: bool = True) -> None:
         """``beside_learning``: whether a copy does not lie in the memory that learning takes, which then need not wait for it."""
@@ -232,26 +236,31 @@ class CheckpointWriter:
         self._news: list[str] = []
 
     def write(self, snapshot: Snapshot) -> Path:
-        """Write it here and now. Raises CheckpointError when the disk does not take it."""
+        """Write it, and wait for it. Raises CheckpointError when the disk does not take it."""
         self.finish()
-        return write_snapshot(self.folder, snapshot, self.keep, keep_best=self.keep_best)
+        failed: list[Exception] = []
+        self._start(snapshot, failed.append)
+        self.finish()
+        for error in failed:
+            raise error
+        return self.folder / snapshot.name
 
     def begin(self, snapshot: Snapshot) -> None:
         """Begin and go on; without memory for what is copied, or with ``in_background`` off, wait for the disk."""
         self.finish()
         if not self.in_background or self._is_short(snapshot):
-            self._try(snapshot)
+            self._start(snapshot, partial(self._note, snapshot.name))
+            self.finish()
             return
         if self._tokenizer is None:  # not the one in use: its Rust part refuses to be used by two threads at once
             self._tokenizer = copy.deepcopy(snapshot.policy.tokenizer)
         copied = snapshot.copied(self._tokenizer)
         self._beside = copied.is_copy and self.beside_learning
-        self._thread = threading.Thread(target=self._try, args=(copied,), name="checkpoint")
-        self._thread.start()
+        self._start(copied, partial(self._note, snapshot.name))
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is on its way to the disk beside what else is done; any thread may ask."""
+        """Whether a checkpoint is on its way to the disk; any thread may ask."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 
@@ -267,13 +276,19 @@ class CheckpointWriter:
         told, self._news = self._news, []
         return told
 
-    def _try(self, snapshot: Snapshot) -> None:
+    def _start(self, snapshot: Snapshot, heard: Callable[[Exception], None]) -> None:
+        self._thread = threading.Thread(target=self._try, args=(snapshot, heard), name="checkpoint")
+        self._thread.start()
+
+    def _try(self, snapshot: Snapshot, heard: Callable[[Exception], None]) -> None:
         try:
             write_snapshot(self.folder, snapshot, self.keep, keep_best=self.keep_best)
-        except CheckpointError as error:
-            self._news.append(f"NOT SAVED: {error}")
         except Exception as error:  # it must be heard of, and a thread has nobody to raise to
-            self._news.append(f"NOT SAVED: {snapshot.name} ({type(error).__name__}: {error})")
+            heard(error)
+
+    def _note(self, name: str, error: Exception) -> None:
+        what = str(error) if isinstance(error, CheckpointError) else f"{name} ({type(error).__name__}: {error})"
+        self._news.append(f"NOT SAVED: {what}")
 
     def _is_short(self, snapshot: Snapshot) -> bool:
         needed, there = snapshot.copied_bytes() * _SPARE, available_memory_bytes()
