@@ -1,6 +1,7 @@
 """Asynchronous rollouts in two processes: the run of one process, and resumed bit for bit, by two processes or by one."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -8,10 +9,18 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise import load_config
+from groupwise.engines.wrappers import SamplingThread
+from groupwise.errors import StoppedError
+from groupwise.rollout import rollout_scope
+from groupwise.tracking import Trackers
+from groupwise.training import ahead as ahead_module
+from groupwise.training import start as start_module
 from groupwise.training.loop import train
+from groupwise.training.run import Run
 from tests.distributed.test_processes import module_config  # noqa: F401
 from tests.distributed.two_processes import launch_two, numbers, rows, weights
 from tests.tiny import lower_case_share
+from tests.training.test_ahead import EngineWithWeights, _under_way_for_ever
 
 SCRIPT = """
 import sys
@@ -54,3 +63,49 @@ def test_two_processes_sample_ahead_as_one(module_config, tmp_path):  # noqa: F8
     assert {name.split(".")[0] for name in held} == {"batch"}, "what is under way is finished first"
     state = json.loads((two / "checkpoints/step-3/state.json").read_text())
     assert [len(row["places"]) for row in state["parts"]["ahead"]["batches"]] == [3, 3]
+
+
+def sampled(steps):
+    return [[c.token_ids for group in report.groups for c in group.completions] for report in steps]
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["failed", "under way"])
+@pytest.mark.parametrize("own_weights", [True, False], ids=["an engine's own weights", "a copy of the weights"])
+def test_a_signal_saves_what_is_learnt_beside_a_batch_that_one_of_two_lacks(
+    small_config, train_in, monkeypatch, own_weights, fails
+):
+    """The checkpoint has the weights that sample it again; where an engine has them, newer ones sample it, and that is told."""
+    config = small_config(rollout={"ahead": 1}, training={"steps": 4}, output={"checkpoint_every": 0})
+    if own_weights:
+        monkeypatch.setattr(start_module, "make_engine", lambda policy, rollout, *rest, **more: EngineWithWeights(policy, rollout))
+    whole, _ = train_in(2, "whole", config)
+    ask, serve, chosen, said = Run._asked_to_stop, SamplingThread._sample, [], []
+
+    def stop(run):
+        run.signals.received = signal.SIGTERM if run.done == 2 else None
+        return ask(run)
+
+    def is_chosen(order):
+        if order.request.scope == rollout_scope(2):
+            chosen.append(order)
+        return bool(chosen) and order is chosen[0]
+
+    def fail(thread, order):
+        if is_chosen(order):
+            raise MemoryError("no room")
+        return serve(thread, order)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead_module, "_LAST_BATCH_S", 0.05)
+        patch.setattr(Trackers, "say", lambda trackers, sentence, style="": said.append(sentence))
+        patch.setattr(Run, "_asked_to_stop", stop)
+        if fails:
+            patch.setattr(SamplingThread, "_sample", fail)
+        else:
+            _under_way_for_ever(patch, is_chosen)
+        with pytest.raises(StoppedError, match="after step 2, which is saved"):
+            train_in(2, "run", config)
+    assert any("batch of step 3, which is sampled ahead, was not there in time" in sentence for sentence in said) == own_weights
+    steps, _ = train_in(2, "run", config, resume=True)
+    assert [report.metrics["rollout/staleness"] for report in steps] == [0 if own_weights else 1, 1]
+    assert own_weights or sampled(steps) == sampled(whole[2:])

@@ -115,6 +115,8 @@ class Ahead:
         self._batches: dict[int, _Batch] = {}
         self._restored: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self._waited_s = 0.0
+        self._left_out: set[int] = set()
+        """Steps whose batches the next checkpoint goes without."""
         self.free_engine: Engine = _WaitingEngine(self) if self.borrows else engine
         """The run's engine with the weights as they are now, for other things than the steps' batches."""
 
@@ -172,32 +174,38 @@ class Ahead:
     def finish_for_checkpoint(self, stopping: bool = False) -> list[int]:
         """Wait for and gather what cannot be sampled again from a checkpoint. A collective call, before one is taken.
 
-        ``stopping``: a signal ends the run. A single process then leaves out what fails or is not there in a moment. Returns the
-        steps of those that a resumed run will sample with other weights.
+        ``stopping``: a signal ends the run, which then waits for a moment alone. What fails, or is not there by then, is left out, unless
+        the checkpoint can have the weights that sample it. Returns the steps of those that a resumed run will sample with other weights.
         """
-        if stopping and self.borrows and self.world.size == 1:
-            return self._leave_out_late()
-        if self.borrows or self.world.size > 1:
-            self.wait_for_all()
-        if self.world.size > 1:
-            for batch in self._batches.values():
-                if batch.order is not None:
-                    sampled = batch.sampled()
-                    parts = self.world.all_gather_object(sampled.pairs)
-                    batch.pairs, batch.seconds = sorted((p for part in parts for p in part), key=lambda p: p[0]), sampled.seconds
-                    batch.order = None
-        return []
-
-    def _leave_out_late(self) -> list[int]:
+        self._left_out.clear()
+        if self.world.size == 1 and not self.borrows:
+            return []
         ends, late = time.monotonic() + _LAST_BATCH_S, list[int]()
-        for step, batch in list(self._batches.items()):
+        for step, batch in self._batches.items():
+            if batch.order is None:
+                continue
+            again = isinstance(self._slot(batch.weights_of).copy, PolicyCopy)
             moved = batch.version != self.learner.updates  # else the resumed run has the same weights
-            if batch.order is not None and moved:
+            if not stopping:
+                self._wait_for(batch.order)
+            elif moved and not again:
                 batch.order.over.wait(max(0.0, ends - time.monotonic()))
-            if not batch.is_sampled:
-                del self._batches[step]
+            parts = self.world.all_gather_object(batch.sampled().pairs if batch.is_sampled else None)
+            pairs = [pair for part in parts for pair in part or ()]
+            if None not in parts:
+                batch.pairs, batch.seconds, batch.order = sorted(pairs, key=lambda p: p[0]), batch.order.seconds, None
+            elif not again:
+                self._left_out.add(step)
                 late += [step] * moved
         return late
+
+    def _wait_for(self, order: QueuedRequest) -> None:
+        """What the engine raised is raised when the batch's step begins: what was learnt before is saved first."""
+        try:
+            self._thread.wait(order)
+        except BaseException as error:
+            if error is not order.error:
+                raise
 
     def close(self) -> None:
         """Drop what is under way."""
@@ -216,7 +224,7 @@ class Ahead:
         missing = [s for s in range(first, last + 1) if s not in self._batches]
         if not missing:
             return
-        slot = self._slots[step % len(self._slots)]
+        slot = self._slot(step)
         version = self.learner.updates
         # Nobody samples with this slot: the last batch that did was that of ``step``, at the latest.
         slot.take_weights(version, self.learner.sharding)
@@ -233,9 +241,13 @@ class Ahead:
             self.config.training.seed,
             rollout_scope(step),
         )
-        order = QueuedRequest(self._slots[weights_of % len(self._slots)].engine, request)
+        order = QueuedRequest(self._slot(weights_of).engine, request)
         self._thread.put(order)
         return _Batch(step, weights_of, version, prompts, own, order)
+
+    def _slot(self, step: int) -> SamplerSlot:
+        """The one that samples with the weights before ``step``."""
+        return self._slots[step % len(self._slots)]
 
     # What a checkpoint holds: finished batches as they are; of others, the weights from which they are sampled again.
 
@@ -246,8 +258,10 @@ class Ahead:
         tensors: dict[str, Tensor] = {}
         rows: list[dict[str, Any]] = []
         for batch in self._batches.values():
+            if batch.step in self._left_out:
+                continue
             row: dict[str, Any] = {"step": batch.step, "weights_of": batch.weights_of, "version": batch.version}
-            if batch.is_sampled:
+            if batch.order is None or (self.world.size == 1 and batch.is_sampled):  # several processes have gathered what is whole
                 pairs = batch.pairs if batch.order is None else batch.sampled().pairs
                 row |= {
                     "problems": [p.problem.id for p in batch.prompts],
@@ -256,7 +270,7 @@ class Ahead:
                 }
                 tensors |= {f"batch.{batch.step}.{name}": tensor for name, tensor in _numbers(pairs).items()}
             else:
-                copied = self._slots[batch.weights_of % len(self._slots)].copy
+                copied = self._slot(batch.weights_of).copy
                 assert isinstance(copied, PolicyCopy), "what cannot be sampled again from a checkpoint was not brought together"
                 tensors |= {f"weights.{batch.weights_of}.{name}": tensor for name, tensor in copied.state().items()}
             rows.append(row)
@@ -278,7 +292,7 @@ class Ahead:
             if "places" in row:
                 self._batches[step] = self._sampled_before(row, tensors)
                 continue
-            slot = self._slots[weights_of % len(self._slots)]
+            slot = self._slot(weights_of)
             if values["ahead"] == self.steps and isinstance(slot.copy, PolicyCopy):
                 if weights_of not in loaded:
                     prefix = f"weights.{weights_of}."
