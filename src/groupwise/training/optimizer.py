@@ -389,10 +389,13 @@ class MasterAdamW:
         _remove(self._hooks)
 
     def state(self) -> dict[str, Tensor]:
-        """Masters, moments and loss scale by name, for a checkpoint; the tensors are not copies."""
+        """Masters, moments and loss scale by name, for a checkpoint; the tensors are not copies.
+
+        fp32 weights have the bits of their masters, which are left out wherever those are: ``optimizer.offload`` may change.
+        """
         out: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            if parameter is not master:
+            if parameter is not master and parameter.dtype != torch.float32:
                 out[f"master.{name}"] = master
             for key, value in self.adamw.state[master].items():
                 if key not in _TABLES:
@@ -403,14 +406,14 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` gave, exactly. Weights that are their own masters are the model's to restore.
+        """Restore what ``state`` gave, exactly. Weights that are their own masters, or have their bits, are the model's to restore.
 
         Raises ValueError for the state of another model or another precision, before anything is changed.
         """
         self._check(state)
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             if parameter is not master:
-                master.copy_(state[f"master.{name}"])
+                master.copy_(state.get(f"master.{name}", parameter))
             kept = self.adamw.state[master]
             for key in [k for k in kept if k not in _TABLES]:
                 saved = state.get(f"{key}.{name}")
@@ -429,7 +432,9 @@ class MasterAdamW:
             mine = {key: value for key, value in mine.items() if key.startswith("master.")}
         if "loss_scale" not in state:  # of a version that did not scale the loss of an adapter over fp16 weights
             mine.pop("loss_scale", None)
-        for key in sorted(mine.keys() ^ state.keys()):
+        of_fp32 = {f"master.{n}" for n, p in zip(self.names, self.parameters, strict=True) if p.dtype == torch.float32}
+        of_fp32 -= mine.keys()  # earlier versions wrote them
+        for key in sorted((mine.keys() ^ state.keys()) - of_fp32):
             raise ValueError(f"the optimiser's state {'lacks' if key in mine else 'has an unknown'} {key}")
         for key, value in mine.items():
             if state[key].shape != value.shape:
