@@ -29,6 +29,10 @@ def test_the_launcher_decides_where_the_settings_leave_it_to_it():
     assert chosen_sharding("fsdp2", 2, {}) == "fsdp2"
     assert chosen_sharding("fsdp2", 1, {}) == "none", "a world of one divides nothing"
     assert sharding_of_launcher({"ACCELERATE_USE_FSDP": "false"}) is None
+    plain = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}  # as it always sets them
+    of_fsdp = {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false"}
+    assert sharding_of_launcher(plain) is None
+    assert sharding_of_launcher(FSDP2 | plain | of_fsdp | {"PARALLELISM_CONFIG_TP_SIZE": "1"}) == "fsdp2"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,11 @@ def test_the_launcher_decides_where_the_settings_leave_it_to_it():
         ("auto", {**FSDP2, "ACCELERATE_MIXED_PRECISION": "bf16"}, "set model.dtype"),
         ("auto", {**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
         ("auto", {**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "model.gradient_checkpointing=true"),
+        ("auto", {**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward to false"),
+        ("auto", {**FSDP2, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "parallelism_config_dp_replicate_size to 2"),
+        ("auto", {**FSDP2, "PARALLELISM_CONFIG_TP_SIZE": "2"}, "parallelism_config_tp_size to 2"),
+        ("auto", {"ACCELERATE_USE_MEGATRON_LM": "true"}, "use_megatron_lm to true"),
+        ("auto", {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend to INDUCTOR"),
     ],
 )
 def test_what_the_launcher_asks_for_is_honoured_or_refused(setting, environment, said):

@@ -8,10 +8,13 @@ import socket
 import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from groupwise.distributed import join_world
+from groupwise.distributed import open as opening
 from groupwise.distributed.failures import Board, Seal
 from groupwise.distributed.launch import SECRET, launch
 from groupwise.distributed.secret import handed_out, received, refuse_without_secret
@@ -178,6 +181,44 @@ def test_processes_on_several_machines_without_a_secret_are_refused(monkeypatch,
         join_world(True, 1)
     monkeypatch.setenv(SECRET, "0" * 64)
     refuse_without_secret()
+
+
+@pytest.fixture
+def join_on_gpus(monkeypatch):
+    """``join_on_gpus(state)`` joins where `accelerate launch` asks for DeepSpeed, and Accelerate's ``PartialState`` is ``state``."""
+    monkeypatch.setattr(opening, "_joined", None)
+    monkeypatch.setattr(opening, "_meet", lambda timeout_s: ("secret", "store"))
+    monkeypatch.setattr(opening.atexit, "register", lambda function: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # what joining sets is put back
+
+    def join(state):
+        monkeypatch.setattr("accelerate.PartialState", state)
+        opening._join(False, 600)
+
+    return join
+
+
+def test_with_deepspeed_the_processes_meet_at_the_store_of_this_machine_too(join_on_gpus):
+    found = {}
+
+    def state(cpu, timeout, **own):
+        found.update(own, deepspeed=os.environ.get("ACCELERATE_USE_DEEPSPEED"))
+        return SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cuda", 0))
+
+    join_on_gpus(state)
+    assert found == {"store": "store", "rank": 0, "world_size": 2, "deepspeed": None}
+    assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true", "groupwise divides as it says"
+
+
+def test_cards_that_nccl_needs_settings_for_are_named_with_them(join_on_gpus):
+    def state(cpu, timeout, **own):
+        raise NotImplementedError("Using RTX 4000 series doesn't support faster communication broadband via P2P or IB.")
+
+    with pytest.raises(ConfigError, match="export NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"):
+        join_on_gpus(state)
+    assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
 
 
 def test_the_launcher_gives_each_run_a_secret(tmp_path):

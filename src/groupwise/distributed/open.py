@@ -113,9 +113,18 @@ def _join(on_cpu: bool, timeout_s: float) -> None:
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")
         secret, store = _meet(timeout_s)
         own: dict[str, Any] = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size()}
-        if store is None or (not on_cpu and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"):
-            own = {}  # Accelerate hands it to DeepSpeed there, which takes none
-        state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s), **own)
+        # Where this says so Accelerate has DeepSpeed make the process group, which takes no store.
+        deepspeed = os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        try:
+            state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s), **({} if store is None else own))
+        except NotImplementedError as error:
+            raise ConfigError(
+                "cards of the RTX 40 series with a driver older than 550 cannot talk to each other as NCCL would have them: export "
+                "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 before the processes are started, or install a newer driver"
+            ) from error
+        finally:
+            if deepspeed is not None:
+                os.environ["ACCELERATE_USE_DEEPSPEED"] = deepspeed
     _joined = _Joined(state.process_index, state.num_processes, state.device, secret)
     atexit.register(_leave)
 

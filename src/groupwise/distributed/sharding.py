@@ -8,7 +8,7 @@ passed over.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,14 +26,37 @@ if TYPE_CHECKING:
 
 __all__ = ["Optimizer", "Sharding", "chosen_sharding", "refuse_without_deepspeed", "sharding_of_launcher", "zero_of_launcher"]
 
+_ALONE = "leave parallelism_config out: the weights are divided among all processes, or not at all"
 _REFUSED = (
-    ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "deepspeed_config_file", "leave it out and set zero_stage: groupwise writes DeepSpeed's settings"),
-    ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer_device", "set it to none"),
-    ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "offload_param_device", "set it to none"),
-    ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "deepspeed_moe_layer_cls_names", "leave it out"),
-    ("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", "leave it out and set optimizer.max_grad_norm"),
+    ("ACCELERATE_MIXED_PRECISION", "mixed_precision", "no", "set it to no (or add --mixed_precision no), and set model.dtype"),
+    ("ACCELERATE_DYNAMO_BACKEND", "dynamo_backend", "no", "leave dynamo_config out"),
+    ("ACCELERATE_USE_MEGATRON_LM", "use_megatron_lm", "false", "choose FSDP version 2 or DeepSpeed's ZeRO"),
+    ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "parallelism_config_dp_replicate_size", "1", _ALONE),
+    ("PARALLELISM_CONFIG_TP_SIZE", "parallelism_config_tp_size", "1", _ALONE),
+    ("PARALLELISM_CONFIG_CP_SIZE", "parallelism_config_cp_size", "1", _ALONE),
+    ("PARALLELISM_CONFIG_SP_SIZE", "parallelism_config_sp_size", "1", _ALONE),
 )  # fmt: skip
-"""Environment variable, its name in Accelerate's configuration, and the remedy."""
+"""Environment variable, its name in Accelerate's configuration, the value of one that asks for nothing, and the remedy."""
+_REFUSED_OF_FSDP = (
+    ("FSDP_OFFLOAD_PARAMS", "fsdp_offload_params", "false", "set it to false"),
+    ("FSDP_ACTIVATION_CHECKPOINTING", "fsdp_activation_checkpointing", "false", "use model.gradient_checkpointing=true instead"),
+    ("FSDP_RESHARD_AFTER_FORWARD", "fsdp_reshard_after_forward", "true", "set it to true"),
+)  # fmt: skip
+_REFUSED_OF_DEEPSPEED = (
+    ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "deepspeed_config_file", "auto", "leave it out and set zero_stage"),
+    ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer_device", "auto", "set it to none"),
+    ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "offload_param_device", "auto", "set it to none"),
+    ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "deepspeed_moe_layer_cls_names", "auto", "leave it out"),
+    ("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", "auto", "leave it out and set optimizer.max_grad_norm"),
+)  # fmt: skip
+
+
+def _refuse(environment: Mapping[str, str], rows: Sequence[tuple[str, str, str, str]]) -> None:
+    for variable, name, nothing, remedy in rows:
+        if (value := environment.get(variable, nothing)).lower() not in (nothing, "none", ""):
+            raise ConfigError(
+                f"the configuration of accelerate launch sets {name} to {value}, which groupwise does not take from there: {remedy}"
+            )
 
 
 def zero_of_launcher(environment: Mapping[str, str]) -> str | None:
@@ -43,11 +66,7 @@ def zero_of_launcher(environment: Mapping[str, str]) -> str | None:
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() not in ("true", "1"):
         return None
-    for variable, name, remedy in _REFUSED:
-        if (value := environment.get(variable, "none")).lower() not in ("none", "auto", ""):
-            raise ConfigError(
-                f"the configuration of accelerate launch sets {name} to {value}, which groupwise does not take: {remedy}"
-            )
+    _refuse(environment, _REFUSED_OF_DEEPSPEED)
     if (taken := environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) not in ("1", "auto"):
         raise ConfigError(
             f"the configuration of accelerate launch sets gradient_accumulation_steps to {taken}: leave it out, since micro-batches "
@@ -156,11 +175,7 @@ class Sharding(Protocol):
 def sharding_of_launcher(environment: Mapping[str, str] | None = None) -> str | None:
     """What ``accelerate launch``'s configuration asks for, or None. Raises ConfigError for what groupwise cannot do."""
     variables = os.environ if environment is None else environment
-    if (precision := variables.get("ACCELERATE_MIXED_PRECISION", "no")) not in ("no", ""):
-        raise ConfigError(
-            f"the configuration of accelerate launch sets mixed_precision to {precision}, which groupwise does not take from there: set it "
-            "to no (or add --mixed_precision no), and set model.dtype instead"
-        )
+    _refuse(variables, _REFUSED)
     if variables.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1"):
         return _fsdp(variables)
     return zero_of_launcher(variables)
@@ -172,14 +187,7 @@ def _fsdp(environment: Mapping[str, str]) -> str:
             "the configuration of accelerate launch asks for FSDP version 1, and groupwise works with version 2: set fsdp_version: 2 "
             "in its fsdp_config (launch/fsdp2-8gpu.yaml is one that works)"
         )
-    for name, setting, remedy in (
-        ("FSDP_OFFLOAD_PARAMS", "fsdp_offload_params", "set it to false"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "fsdp_activation_checkpointing", "use model.gradient_checkpointing=true instead"),
-    ):
-        if environment.get(name, "false").lower() == "true":
-            raise ConfigError(
-                f"the configuration of accelerate launch sets {setting}, which groupwise does not take from there: {remedy}"
-            )
+    _refuse(environment, _REFUSED_OF_FSDP)
     return "fsdp2"
 
 
