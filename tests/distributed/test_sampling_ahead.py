@@ -1,6 +1,7 @@
 """Asynchronous rollouts in two processes: the run of one process, and resumed bit for bit, by two processes or by one."""
 
 import json
+import os
 import signal
 
 import pytest
@@ -15,6 +16,7 @@ from groupwise.rollout import rollout_scope
 from groupwise.tracking import Trackers
 from groupwise.training import ahead as ahead_module
 from groupwise.training import start as start_module
+from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from groupwise.training.run import Run
 from tests.distributed.test_processes import module_config  # noqa: F401
@@ -109,3 +111,26 @@ def test_a_signal_saves_what_is_learnt_beside_a_batch_that_one_of_two_lacks(
     steps, _ = train_in(2, "run", config, resume=True)
     assert [report.metrics["rollout/staleness"] for report in steps] == [0 if own_weights else 1, 1]
     assert own_weights or sampled(steps) == sampled(whole[2:])
+
+
+def test_two_go_on_with_a_batch_of_which_one_process_had_made_no_update(small_config, train_in, monkeypatch):
+    config = small_config(
+        rollout={"ahead": 1}, algorithm={"updates_per_batch": 2}, training={"steps": 4}, output={"checkpoint_every": 0}
+    )
+    whole, _ = train_in(1, "whole", config)
+    learn, calls = Learner.learn, []
+
+    def signalled(learner, *words, **more):
+        calls.append(words)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(learner, *words, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "learn", signalled)
+        with pytest.raises(StoppedError, match="after step 2, which is saved"):
+            train_in(1, "run", config)
+    steps, _ = train_in(2, "run", config, resume=True)
+    assert sampled(steps) == sampled(whole[2:])
+    for name in ("policy/loss", "optimizer/grad_norm", "reward/mean"):
+        assert [report.metrics[name] for report in steps] == pytest.approx([r.metrics[name] for r in whole[2:]], rel=1e-3, abs=1e-6)

@@ -212,6 +212,7 @@ def test_a_kill_in_the_last_evaluation_costs_nothing_but_it(small_config, letter
     monkeypatch.undo()
     model = content(tmp_path / "run" / "final_model")
     monkeypatch.setattr(Run, "learn", lambda *words: pytest.fail("a step was made again"))
+    monkeypatch.setattr("groupwise.training.run.Learner", lambda *words, **more: pytest.fail("an optimiser was made"))
     result = go(config, letters, quiet, tmp_path / "run", resume=True)
     assert content(result.folder / "final_model") == model == content(whole / "final_model")
     assert not (result.folder / "trained.json").exists()

@@ -280,8 +280,11 @@ def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str
 
 
 def refuse_to_share(state: Mapping[str, Any], checkpoint: Path | None, processes: int) -> None:
-    """Raise CheckpointError where several processes would resume between two updates of a batch, which one has cut into micro-batches."""
-    if processes > 1 and state.get("parts", {}).get("window"):
+    """Raise CheckpointError where several processes would resume between two updates of a batch, which one has cut into micro-batches.
+
+    Before the first update (``rollout.ahead`` keeps such a batch) they cut it anew.
+    """
+    if processes > 1 and state.get("parts", {}).get("window", {}).get("updates"):
         raise CheckpointError(
             f"the checkpoint {checkpoint} was written between two updates of a batch, by one process, and {processes} were started: "
             "resume with one, or start from an earlier checkpoint by train(resume_from=...) of Python"

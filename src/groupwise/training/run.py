@@ -254,10 +254,16 @@ class Run:
             )
 
     def begin_learning(self) -> int:
-        """The optimiser, and the reference, which is the policy as GRPO finds it; or both as a checkpoint has them.
+        """The optimiser, and the reference, which is the policy as GRPO finds it; or both as a checkpoint has them. None of it where the
+        run only has to be judged.
 
         Returns how many steps are done already.
         """
+        if self.trained:
+            self.trackers.say(
+                f"All {self.done} steps were made, and {self.folder.final_model} is whole: what is left is to judge it."
+            )
+            return self.done
         self.learner = Learner(self.scorer, self.config, world=self.world, sharding=self.sharding, budget=self.budget)
         if self.prepared.rewards.has_state:
             self.learner.parts["rewards"] = self.prepared.rewards
@@ -266,11 +272,6 @@ class Run:
             self.ahead = Ahead(self.config, self.world, self.policy, self.engine, self.batches.prompts, self.learner)
             self.learner.parts["ahead"] = self.ahead
         self.sharding.check()
-        if self.trained:
-            self.trackers.say(
-                f"All {self.done} steps were made, and {self.folder.final_model} is whole: what is left is to judge it."
-            )
-            return self.done
         if self.checkpoint is None:
             if self.config.warm_start.steps:  # else there is nothing yet that could be lost
                 self.checkpoint_if_due(-1)
@@ -357,9 +358,11 @@ class Run:
         if self.ahead is None:  # else it samples meanwhile
             self.engine.release_memory()
         longest = max(len(c.token_ids) for group in rollout.groups for c in group.completions)
+        held = self.held.take()
         with self._room_to_learn(self._planned([group.prompt for group in rollout.groups]), longest, "a step"):
             advantages, measured = self.learner.learn(
-                rollout.groups, step=self.done, held=self.held.take(), stop=self.signals.at_once_and_received, within=True
+                rollout.groups, step=self.done, stop=self.signals.at_once_and_received, within=True,
+                held=held if self.world.size == 1 else None,  # no update was made then: see ``refuse_to_share``
             )  # fmt: skip
         if (paused := self.learner.paused) is not None:
             if paused.updates == 0 and self.ahead is None:  # else what the batch was sampled with may be gone
@@ -506,14 +509,14 @@ class Run:
         """Save what is done, and so many updates of the next step, and end the run, as a signal asked."""
         number = self.signals.received
         assert number is not None
-        if self.learner is None:
-            raise StoppedError(
-                f"stopped by {number.name} before the first step: nothing was learnt yet that could be saved, so start again",
-                128 + number,
-            )
         if self.trained:  # a checkpoint would lack what had been learnt beside the weights
             raise StoppedError(
                 f"stopped by {number.name} after the last step; {self.folder.final_model} is whole: judge it with --resume",
+                128 + number,
+            )
+        if self.learner is None:
+            raise StoppedError(
+                f"stopped by {number.name} before the first step: nothing was learnt yet that could be saved, so start again",
                 128 + number,
             )
         saved, inside = self.save(self.done, updates), f" and {updates} updates of the next" if updates else ""
