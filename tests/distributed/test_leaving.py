@@ -101,6 +101,32 @@ def test_a_process_is_not_ended_while_it_writes_a_checkpoint(monkeypatch, tmp_pa
     watch.finish()
 
 
+def test_a_process_ends_where_the_board_is_gone_for_good(monkeypatch, capsys):
+    """As where the first one was killed, and this one waits on a GPU. A board that answers again counts as there."""
+    ended, reads = threading.Event(), []
+    monkeypatch.setattr(failures, "_GRACE_S", 0.1)
+    monkeypatch.setattr(failures, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(failures, "_WAIT_FOR_WORD_S", 0.3)
+    monkeypatch.setattr(failures.os, "_exit", lambda code: ended.set())
+
+    def read():
+        reads.append(0)
+        if answers.is_set() and len(reads) % 2:
+            return None
+        raise RuntimeError("Connection reset by peer")
+
+    answers = threading.Event()
+    answers.set()
+    watch = Watch(SimpleNamespace(rank=1, read=read), 2, None)
+    watch.main = 0
+    watch.start()
+    assert not ended.wait(1)
+    answers.clear()
+    assert ended.wait(60)
+    watch.finish()
+    assert "another of the 2 processes ended or did not answer in time (Connection reset by peer)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("writes_s", "killed"), [(100.0, False), (0.0, True)])
 def test_the_launcher_waits_for_a_checkpoint(monkeypatch, tmp_path, writes_s, killed):
     """Process 1 has failed; process 0 is there for 100 s more."""

@@ -136,15 +136,16 @@ def as_error(failure: Failure | None, size: int, why: str = "") -> RankError:
     """What a process says when another one's failure ends it."""
     if failure is None:
         return RankError(
-            f"another of the {size} processes ended or did not answer in time ({why}): look for what ended it, such as the system's "
-            "out-of-memory killer, or raise training.process_timeout_s",
+            f"another of the {size} processes ended or did not answer in time{why and f' ({why})'}: look for what ended it, such as the "
+            "system's out-of-memory killer, or raise training.process_timeout_s",
             1,
         )
     return RankError(f"process {failure.rank} of {size} failed: {failure.message}", failure.exit_code)
 
 
 class Watch(threading.Thread):
-    """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed.
+    """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed, or the board is
+    gone with the one that kept it.
 
     The main thread gets ``RankLost``. Where it does not come out (a collective of a GPU that waits), the process is ended. It is
     ended, too, when the launcher has ended. A checkpoint that is being written, as ``saving`` says, is waited for.
@@ -158,19 +159,24 @@ class Watch(threading.Thread):
         self._lock = threading.Lock()
 
     def run(self) -> None:
+        lost: float | None = None
         while not self.over.wait(_LOOK_EVERY_S):
             if self.launcher is not None and os.getppid() != self.launcher:
                 os._exit(1)
             self._is_saving()
             try:
-                failure = self.board.read()
-            except RuntimeError:
-                continue  # the main thread finds out by itself
+                failure, lost = self.board.read(), None
+            except RuntimeError as error:  # the main thread finds out by itself, unless it waits on a GPU
+                lost = lost or time.monotonic()
+                if time.monotonic() - lost > _WAIT_FOR_WORD_S:
+                    self._bring_out(None, str(error).partition("\n")[0])
+                    return
+                continue
             if failure is not None and failure.rank != self.board.rank:
                 self._bring_out(failure)
                 return
 
-    def _bring_out(self, failure: Failure) -> None:
+    def _bring_out(self, failure: Failure | None, why: str = "") -> None:
         with self._lock:
             if self.over.is_set():
                 return
@@ -180,10 +186,11 @@ class Watch(threading.Thread):
             if self._is_saving():
                 ends = time.monotonic() + _GRACE_S
             elif time.monotonic() > ends:
-                if self.board.rank == 0:
-                    sys.stderr.write(f"groupwise: {as_error(failure, self.size)}\n")
+                error = as_error(failure, self.size, why)
+                if self.board.rank == 0 or failure is None:
+                    sys.stderr.write(f"groupwise: {error}\n")
                     sys.stderr.flush()
-                os._exit(failure.exit_code)
+                os._exit(error.exit_code)
 
     def _is_saving(self) -> bool:
         """Whether a checkpoint is being written. Then the launcher is told, which waits as well."""
