@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from groupwise.errors import RankError
 from groupwise.models import load
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import load_policy
 from groupwise.training.sharding import loading_device
-from groupwise.training.sharding.divided import materialize, read_by_one
+from groupwise.training.sharding.divided import materialize, read_by_one, tie_as_first
 from tests.distributed.two_processes import launch_two
 from tests.tiny import write_tiny_llama, write_tiny_qwen2
 
@@ -71,6 +72,30 @@ def test_each_gets_the_first_ones_weights_bit_for_bit(config, monkeypatch, in_th
         assert [p.dtype for p in parameters] == [torch.float32] * len(expected)
         assert all(p.requires_grad for p in parameters)
         assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
+
+
+def test_a_head_that_the_file_has_beside_its_config_is_handed_out_too(small_config, tmp_path, in_threads):
+    folder = write_tiny_llama(tmp_path / "model", tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = small_config(model={"name": str(folder)}).model
+    models = [load_policy(config, device).model for device in ("cpu", "meta")]
+    if models[0].lm_head.weight is models[0].model.embed_tokens.weight:
+        pytest.skip("transformers 4 goes by the config")
+
+    def hand_out(world):
+        model = models[world.rank]
+        tie_as_first(model, world)
+        blocks = Decoder(model, device=CPU).to_modules()
+        assert read_by_one(blocks, world)
+        for module in modules(blocks):
+            materialize(module, CPU, torch.float32, world, True)
+        return blocks.head
+
+    for head in in_threads(2, hand_out):
+        assert torch.equal(head, weights["lm_head.weight"])
+    assert [model.config.tie_word_embeddings for model in models] == [False, False]
 
 
 def test_other_shapes_and_other_numbers_are_found(small_config, tmp_path, monkeypatch, in_threads):

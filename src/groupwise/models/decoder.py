@@ -33,7 +33,7 @@ from groupwise.models.packing import Packed, PackedTokens, beginning_to_share, p
 from groupwise.models.quantised import is_quantised, store_in_16_bits
 from groupwise.threads import adapt_threads
 
-__all__ = ["Decoder", "MergedDecoder", "layer_sources", "why_not_lean", "why_unsupported"]
+__all__ = ["Decoder", "MergedDecoder", "layer_sources", "settle_tie", "why_not_lean", "why_unsupported"]
 
 
 def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
@@ -55,7 +55,7 @@ def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
     return None
 
 
-def _settle_tie(model: Any) -> bool:
+def settle_tie(model: Any) -> bool:
     """Whether the output head is the embedding; from now on the config says it too, by which what is saved is loaded.
 
     Of a file with two tensors that differ, transformers 5 makes two whatever the config says.
@@ -109,7 +109,7 @@ class Decoder:
         self._read(model, gradient_checkpointing, attention, device)
         self._fused: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         trunk = model.model
-        tied = _settle_tie(model)
+        tied = settle_tie(model)
         self.embedding = self._fuse([trunk.embed_tokens.weight], trainable)
         if tied:
             model.lm_head.weight = trunk.embed_tokens.weight
@@ -326,7 +326,7 @@ class MergedDecoder(Decoder, KeepsAdapter):
         if not is_adapted(model):
             base.requires_grad_(False)
         self.embedding = base.model.embed_tokens.weight
-        self.head = self.embedding if _settle_tie(base) else base.lm_head.weight
+        self.head = self.embedding if settle_tie(base) else base.lm_head.weight
         self.layers = [MergedLayer(layer, self.family, self.dtype) for layer in base.model.layers]
         self.final_norm = base.model.norm.weight
         for _, parameter in self.named_parameters():

@@ -48,6 +48,7 @@ from groupwise.training.resume import (
 from groupwise.training.run import Run
 from groupwise.training.setup import Prepared, prepare
 from groupwise.training.sharding import Sharding, loading_device, make_sharding
+from groupwise.training.sharding.divided import tie_as_first
 from groupwise.training.short_memory import explain_short_memory
 from groupwise.training.stopping import StopSignals
 
@@ -271,6 +272,8 @@ def _load_parts(
     """The policy, what computes it, how its weights are divided, and what samples. ``earlier``: a model that the run resumes with."""
     aside = loading_device(config, world)
     policy = replace(_load(config, earlier, aside), adapter_only=config.output.adapter_only)
+    if aside is not None and config.model.lora is None:
+        tie_as_first(policy.model, world)
     shape, dtype, device = policy.model.config, getattr(torch, config.model.dtype), resolve_device(config.model.device)
     # In the first process alone: they go by clocks too, so processes would find different ones. A run that goes on has its own.
     take(shape, dtype, device, world.on_rank0(lambda: _fast_paths(shape, dtype, device, folder, trackers)))

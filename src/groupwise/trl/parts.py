@@ -50,6 +50,7 @@ from groupwise.models.quantised import multiply_dequantised, quantised_layers
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.sharding import Replicas, check_sharding, loading_device, make_sharding, with_whole_weights
+from groupwise.training.sharding.divided import tie_as_first
 from groupwise.trl.config import MORE_LOSSES, ArgumentError, GRPOConfig
 from groupwise.trl.episodes import ScriptEpisodes
 
@@ -438,9 +439,10 @@ def make_parts(
     for notice in filter(None, (choice.notice for choice in choices)) if world.is_first else ():
         log.warning(notice)
     given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
-    scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if loading_device(config, world) else None)
-    if is_adapted(policy.model) and not scorer.named_parameters():
-        raise ModelError(NOT_TRAINABLE)
+    aside = loading_device(config, world)
+    if aside is not None and not is_adapted(policy.model):
+        tie_as_first(policy.model, world)
+    scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
         log.warning(note)
     if given and needs_reference and isinstance(scorer, KeepsAdapter):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from groupwise.distributed import World
 from groupwise.distributed.sharding import Optimizer
 from groupwise.errors import ConfigError, RankError
-from groupwise.models.decoder import Decoder, MergedDecoder
+from groupwise.models.decoder import Decoder, MergedDecoder, settle_tie
 from groupwise.models.layer import Blocks, copy_filled
 from groupwise.models.load import Policy
 from groupwise.models.merging import round_dithered_
@@ -30,7 +30,7 @@ from groupwise.training.sharding.replicas import Replicas
 
 __all__ = [
     "AdapterOnDivided", "Divided", "Rows", "lean", "local", "materialize", "read_by_one", "read_rows", "round_local_", "rows_of",
-    "start_of",
+    "start_of", "tie_as_first",
 ]  # fmt: skip
 
 Rows = tuple[int, int]
@@ -88,6 +88,16 @@ def read_rows(path: Path, rows: Mapping[str, tuple[torch.Size, Rows]]) -> dict[s
             whole = shape is None or list(shape) != list(part.get_shape())
             tensors[name] = file.get_tensor(name) if whole else part[first:end]
     return tensors
+
+
+def tie_as_first(model: Any, world: World) -> None:
+    """Make the output head of a model without weights the embedding, or a tensor of its own, as the file has it that the first process alone
+    has read: whatever the config says. A collective call."""
+    tied = world.on_rank0(lambda: settle_tie(model))
+    if not world.is_first:
+        model.config.tie_word_embeddings = tied
+        if not tied and model.lm_head.weight is model.model.embed_tokens.weight:
+            model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
 
 
 def read_by_one(blocks: Blocks, world: World) -> bool:
