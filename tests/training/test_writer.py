@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from groupwise.distributed import failures
 from groupwise.errors import CheckpointError
@@ -84,6 +85,26 @@ def test_of_divided_weights_the_critic_is_copied_too(small_config, letters, quie
     assert snapshot.is_copy
     run.learner.critic.weight.data.add_(1)
     assert not torch.equal(snapshot.tensors["critic.safetensors"]["weight"], run.learner.critic.weight)
+    run.close()
+
+
+def test_a_checkpoint_of_an_adapter_on_divided_weights_gathers_no_base(small_config, letters, quiet, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    config = small_config(model={"lora": {"rank": 2, "alpha": 4}})
+    run = start(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    run.begin_learning()
+    run.sharding.divides_weights = True
+    monkeypatch.setattr(run.sharding, "whole_policy", lambda policy: pytest.fail("the base was gathered"))
+    snapshot = checkpoints.take_snapshot(0, run.policy, run.learner)
+    trained = {name: p for name, p in run.policy.model.named_parameters() if p.requires_grad}
+    before = {name.replace(".default", ""): p.detach().clone() for name, p in trained.items()}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(1)
+    written = checkpoints.write_snapshot(tmp_path / "kept", snapshot, 1)
+    found = load_file(written / "model" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
     run.close()
 
 
