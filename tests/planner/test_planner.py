@@ -605,7 +605,7 @@ def test_what_lies_outside_the_gpu_counts_a_critic_an_average_and_masters_of_fp3
     fp32 = setup_of(shape, "cuda", model={"dtype": "float32"}, algorithm={"kl": None}, **offload)
     assert memory.host_bytes(fp32) >= 16 * shape.parameters
     inside = fp32.changed(optimizer__offload=False)
-    assert memory.disk_bytes(fp32)[0] - memory.disk_bytes(inside)[0] == 4 * shape.parameters
+    assert memory.disk_bytes(fp32) == memory.disk_bytes(inside)
     two = [setup_of(shape, "cuda", model={"dtype": "float32"}, algorithm=one, **offload) for one in (own, shared)]
     assert memory.host_bytes(two[0]) - memory.host_bytes(two[1]) == 16 * shape.parameters
 

@@ -299,16 +299,13 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
     kept = {"master weights", "moments", "reference average", "critic's weights", "critic's optimiser"}
     kept |= {"reference"} if "reference average" not in {item.name for item in state(near)} else set()
     whole = setup.weight_bytes * setup.shape.parameters
-    learning = [setup, *filter(None, [critic_of(setup)])]
-    # Masters outside the GPU, of weights that need none on it.
-    own = sum(4 * one.trained for one in learning if one.offloaded and one.in_fp32)
-    checkpoint = (adapter or whole) + own + sum(item.bytes for item in state(near) if item.name in kept)
+    checkpoint = (adapter or whole) + sum(item.bytes for item in state(near) if item.name in kept)
     return checkpoint, adapter + (0 if setup.adapted and setup.config.output.adapter_only else whole)
 
 
 def gathered_bytes(setup: Setup) -> int:
     """Bytes of the machine's own memory in which the first process brings a divided run together for a checkpoint: what that holds, and
-    the base beneath an adapter, which it does not. On GPUs also the weights that are collected for vLLM while it is being written."""
+    the base beneath an adapter, which only the final model does. On GPUs also the weights that are collected for vLLM while it is being written."""
     if not (divided(setup, "weights") or divided(setup, "optimiser")):
         return 0
     beside = setup.device == "cuda" and setup.config.output.checkpoint_in_background

@@ -163,7 +163,8 @@ class Critic:
                     device = "cpu" if key == "step" else parameter.device
                     self.adamw.state[parameter][key] = state[f"{key}.{name}"].to(device, copy=True)
         for name, parameter in self._own_masters():
-            parameter.copy_(state[_WEIGHTS + name])
+            earlier = of_trunk.get(f"master.{name}")  # what earlier versions wrote of offloaded fp32 weights
+            parameter.copy_(state[_WEIGHTS + name] if earlier is None else earlier)
         if self.optimizer is not None:
             self.optimizer.load_state(of_trunk)
 
