@@ -79,7 +79,7 @@ def test_a_signal_saves_what_is_learnt_beside_a_batch_that_one_of_two_lacks(
     """The checkpoint has the weights that sample it again; where an engine has them, newer ones sample it, and that is told."""
     config = small_config(rollout={"ahead": 1}, training={"steps": 4}, output={"checkpoint_every": 0})
     if own_weights:
-        monkeypatch.setattr(start_module, "make_engine", lambda policy, rollout, *rest, **more: EngineWithWeights(policy, rollout))
+        monkeypatch.setattr(start_module, "make_engine", lambda policy, rollout, *_, **__: EngineWithWeights(policy, rollout))
     whole, _ = train_in(2, "whole", config)
     ask, serve, chosen, said = Run._asked_to_stop, SamplingThread._sample, [], []
 
@@ -133,4 +133,5 @@ def test_two_go_on_with_a_batch_of_which_one_process_had_made_no_update(small_co
     steps, _ = train_in(2, "run", config, resume=True)
     assert sampled(steps) == sampled(whole[2:])
     for name in ("policy/loss", "optimizer/grad_norm", "reward/mean"):
-        assert [report.metrics[name] for report in steps] == pytest.approx([r.metrics[name] for r in whole[2:]], rel=1e-3, abs=1e-6)
+        expected = [report.metrics[name] for report in whole[2:]]
+        assert [report.metrics[name] for report in steps] == pytest.approx(expected, rel=1e-3, abs=1e-6)

@@ -185,7 +185,7 @@ def test_processes_on_several_machines_without_a_secret_are_refused(monkeypatch,
 
 @pytest.fixture
 def join_on_gpus(monkeypatch):
-    """``join_on_gpus(state)`` joins where `accelerate launch` asks for DeepSpeed, and Accelerate's ``PartialState`` is ``state``."""
+    """``join_on_gpus(state)``, where `accelerate launch` asks for DeepSpeed: ``state`` is in place of ``PartialState``."""
     monkeypatch.setattr(opening, "_joined", None)
     monkeypatch.setattr(opening, "_meet", lambda timeout_s: ("secret", "store"))
     monkeypatch.setattr(opening.atexit, "register", lambda function: None)

@@ -136,16 +136,16 @@ def as_error(failure: Failure | None, size: int, why: str = "") -> RankError:
     """What a process says when another one's failure ends it."""
     if failure is None:
         return RankError(
-            f"another of the {size} processes ended or did not answer in time{why and f' ({why})'}: look for what ended it, such as the "
-            "system's out-of-memory killer, or raise training.process_timeout_s",
+            f"another of the {size} processes ended or did not answer in time{why and f' ({why})'}: look for what ended it, "
+            "such as the system's out-of-memory killer, or raise training.process_timeout_s",
             1,
         )
     return RankError(f"process {failure.rank} of {size} failed: {failure.message}", failure.exit_code)
 
 
 class Watch(threading.Thread):
-    """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed, or the board is
-    gone with the one that kept it.
+    """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed, or the
+    board is gone with the one that kept it.
 
     The main thread gets ``RankLost``. Where it does not come out (a collective of a GPU that waits), the process is ended. It is
     ended, too, when the launcher has ended. A checkpoint that is being written, as ``saving`` says, is waited for.

@@ -119,8 +119,8 @@ def _join(on_cpu: bool, timeout_s: float) -> None:
             state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=timeout_s), **({} if store is None else own))
         except NotImplementedError as error:
             raise ConfigError(
-                "cards of the RTX 40 series with a driver older than 550 cannot talk to each other as NCCL would have them: export "
-                "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 before the processes are started, or install a newer driver"
+                "cards of the RTX 40 series with a driver older than 550 cannot talk to each other as NCCL would have them: "
+                "export NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 before the processes are started, or install a newer driver"
             ) from error
         finally:
             if deepspeed is not None:

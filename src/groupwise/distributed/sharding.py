@@ -55,7 +55,8 @@ def _refuse(environment: Mapping[str, str], rows: Sequence[tuple[str, str, str, 
     for variable, name, nothing, remedy in rows:
         if (value := environment.get(variable, nothing)).lower() not in (nothing, "none", ""):
             raise ConfigError(
-                f"the configuration of accelerate launch sets {name} to {value}, which groupwise does not take from there: {remedy}"
+                f"the configuration of accelerate launch sets {name} to {value}, which groupwise does not take from there: "
+                f"{remedy}"
             )
 
 

@@ -305,7 +305,8 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
 
 def gathered_bytes(setup: Setup) -> int:
     """Bytes of the machine's own memory in which the first process brings a divided run together for a checkpoint: what that holds, and
-    the base beneath an adapter, which only the final model does. On GPUs also the weights that are collected for vLLM while it is being written."""
+    the base beneath an adapter, which only the final model does. On GPUs also the weights that are collected for vLLM while it is being
+    written."""
     if not (divided(setup, "weights") or divided(setup, "optimiser")):
         return 0
     beside = setup.device == "cuda" and setup.config.output.checkpoint_in_background

@@ -174,8 +174,9 @@ class Ahead:
     def finish_for_checkpoint(self, stopping: bool = False) -> list[int]:
         """Wait for and gather what cannot be sampled again from a checkpoint. A collective call, before one is taken.
 
-        ``stopping``: a signal ends the run, which then waits for a moment alone. What fails, or is not there by then, is left out, unless
-        the checkpoint can have the weights that sample it. Returns the steps of those that a resumed run will sample with other weights.
+        ``stopping``: a signal ends the run, which then waits for a moment at most. What fails, or is not there by then, is left out,
+        unless the checkpoint can have the weights that sample it. Returns the steps of those that a resumed run will sample with
+        other weights.
         """
         self._left_out.clear()
         if self.world.size == 1 and not self.borrows:
@@ -261,7 +262,8 @@ class Ahead:
             if batch.step in self._left_out:
                 continue
             row: dict[str, Any] = {"step": batch.step, "weights_of": batch.weights_of, "version": batch.version}
-            if batch.order is None or (self.world.size == 1 and batch.is_sampled):  # several processes have gathered what is whole
+            # What several processes have sampled was gathered: this one's share alone is no batch.
+            if batch.order is None or (self.world.size == 1 and batch.is_sampled):
                 pairs = batch.pairs if batch.order is None else batch.sampled().pairs
                 row |= {
                     "problems": [p.problem.id for p in batch.prompts],

@@ -225,7 +225,8 @@ _SPARE = 1.25
 class CheckpointWriter:
     """One checkpoint at a time: the next waits for the one before. What went wrong is told by ``news``, and ends nothing.
 
-    A thread writes it even where it is waited for: another process's failure is raised in the main thread, and would end the writing.
+    A thread writes it even where it is waited for: another process's failure is raised in the main thread, and would end the
+    writing there.
     """
 
     def __init__(self, folder: Path, keep: int, keep_best: bool, in_background: bool, beside_learning: bool = True) -> None:

@@ -406,7 +406,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` gave, exactly. Weights that are their own masters, or have their bits, are the model's to restore.
+        """Restore what ``state`` gave, exactly. Weights that have the bits of their masters are the model's to restore.
 
         Raises ValueError for the state of another model or another precision, before anything is changed.
         """

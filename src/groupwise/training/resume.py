@@ -280,7 +280,8 @@ def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str
 
 
 def refuse_to_share(state: Mapping[str, Any], checkpoint: Path | None, processes: int) -> None:
-    """Raise CheckpointError where several processes would resume between two updates of a batch, which one has cut into micro-batches.
+    """Raise CheckpointError where several processes would resume between two updates of a batch, which one process has cut into
+    micro-batches.
 
     Before the first update (``rollout.ahead`` keeps such a batch) they cut it anew.
     """

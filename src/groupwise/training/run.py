@@ -254,8 +254,8 @@ class Run:
             )
 
     def begin_learning(self) -> int:
-        """The optimiser, and the reference, which is the policy as GRPO finds it; or both as a checkpoint has them. None of it where the
-        run only has to be judged.
+        """The optimiser, and the reference, which is the policy as GRPO finds it; or both as a checkpoint has them. Neither is made
+        where the run only has to be judged.
 
         Returns how many steps are done already.
         """

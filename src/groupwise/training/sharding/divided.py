@@ -91,8 +91,8 @@ def read_rows(path: Path, rows: Mapping[str, tuple[torch.Size, Rows]]) -> dict[s
 
 
 def tie_as_first(model: Any, world: World) -> None:
-    """Make the output head of a model without weights the embedding, or a tensor of its own, as the file has it that the first process alone
-    has read: whatever the config says. A collective call."""
+    """Make the output head of a model without weights the embedding, or a tensor of its own: as the first process found it in the file,
+    which it alone has read, whatever the config says. A collective call."""
     tied = world.on_rank0(lambda: settle_tie(model))
     if not world.is_first:
         model.config.tie_word_embeddings = tied
