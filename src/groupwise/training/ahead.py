@@ -185,7 +185,7 @@ class Ahead:
         for step, batch in self._batches.items():
             if batch.order is None:
                 continue
-            again = isinstance(self._slot(batch.weights_of).copy, PolicyCopy)
+            again = not isinstance(self._slot(batch.weights_of).copy, WholeCopy | None)  # from weights in the checkpoint
             moved = batch.version != self.learner.updates  # else the resumed run has the same weights
             if not stopping:
                 self._wait_for(batch.order)
