@@ -217,8 +217,11 @@ def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *
 
 
 def _config(settings: Settings, overrides: Overrides) -> Config:
-    if isinstance(settings, Config):
-        settings = written(settings)  # checked again: assignments look at one section, and changes inside of lists at none
+    if isinstance(settings, Config):  # checked again: assignments look at one section, and changes inside of lists at none
+        made = build_config(written(settings), overrides)
+        if made.data.source == settings.data.source:
+            made.data._found_style = settings.data._found_style  # a run's, whose data may have changed
+        return made
     if isinstance(settings, Mapping):
         return build_config(settings, overrides)
     if isinstance(settings, str | Path):

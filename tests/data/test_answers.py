@@ -327,7 +327,7 @@ def test_a_fraction_between_dollars_in_running_text_is_a_number():
      "5 MM", "5th", "minus 5", "minus $5", "negative 5", "**minus** 5", "is - $5", "- 5", "10 - 5", "x > 5", "\\sqrt{5}", "\\sqrt 5",
      "\\pm 5", "x^5", "x^{5}", "x_5", "f(5)", "\\frac{x}{5}", "not 5", "≈ 5", "~5", "√5", "x/5",
      "5/sin x", "-\\mathbf{5}", "$-\\textbf{5}$", "-\\textit{5}", "x^{\\text{5}}", "3\\times\\mathbf{5}", "5 and a half",
-     "**5** and a half", "5 and three-quarters"],
+     "**5** and a half", "5 and three-quarters", "5 and an eighth"],
 )  # fmt: skip
 def test_a_number_that_is_a_part_of_another_is_not_right_leniently(text: str) -> None:
     for said in (text, f"The answer is {text}", f"So it is {text}."):
@@ -340,7 +340,7 @@ def test_a_number_that_is_a_part_of_another_is_not_right_leniently(text: str) ->
      "5.", "5, I think", "5 of them", "**Answer:** 5", "**Answer**: $5", "Answer: 5", "x = 5", "x=5", "2+3=5", "2 + 3 = 5", "5%",
      "5\\%", "5 km", "€5", "£5", "5€", "5</answer>", "<b>5</b>", "\\boxed{5}", "\\text{total} = 5", "\\implies 5", "5 (see above)",
      "#### 5", "=> 5", "5\n- so", "5 \\text{ apples}", "a total of 5 eggs", "5 dollars today", "\\mathbf{5}", "\\$5", "$\\boxed{5}$",
-     "5 times.", "5 times a day", "$5/month", "= \\textbf{5}", "5 and a halfway house"],
+     "5 times.", "5 times a day", "$5/month", "= \\textbf{5}", "\\Longrightarrow \\mathbf{5}", "5 and a halfway house"],
 )  # fmt: skip
 def test_a_number_in_common_dress_is_right_leniently(text: str) -> None:
     for said in (text, f"The answer is {text}"):

@@ -107,7 +107,7 @@ def test_a_signal_saves_what_is_learnt_beside_a_batch_that_one_of_two_lacks(
             _under_way_for_ever(patch, is_chosen)
         with pytest.raises(StoppedError, match="after step 2, which is saved"):
             train_in(2, "run", config)
-    assert any("batch of step 3, which is sampled ahead, was not there in time" in sentence for sentence in said) == own_weights
+    assert any("batch of step 3, which is sampled ahead, could not be saved" in sentence for sentence in said) == own_weights
     steps, _ = train_in(2, "run", config, resume=True)
     assert [report.metrics["rollout/staleness"] for report in steps] == [0 if own_weights else 1, 1]
     assert own_weights or sampled(steps) == sampled(whole[2:])

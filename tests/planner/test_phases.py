@@ -64,9 +64,11 @@ def test_the_first_machine_s_memory_holds_a_whole_checkpoint_of_a_divided_run(sh
     assert gathered_bytes(made) in {item.bytes for item in on_cpu.items}
 
 
-def test_the_base_beneath_an_adapter_is_brought_together_too():
+def test_the_base_beneath_an_adapter_is_brought_together_for_the_final_model_alone():
     made = setup(LORA, "training.sharding=fsdp2", device="cuda", processes=2)
-    assert gathered_bytes(made) == 2 * made.shape.parameters + disk_bytes(made)[0]
+    assert gathered_bytes(made) == 2 * made.shape.parameters + 4 * made.trained
+    alone = setup(LORA, "training.sharding=fsdp2", "output.adapter_only=true", device="cuda", processes=2)
+    assert gathered_bytes(alone) == 4 * made.trained
 
 
 def test_loading_takes_the_weights_and_one_layer_or_the_embedding_twice():

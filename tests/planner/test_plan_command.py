@@ -58,6 +58,7 @@ def test_what_cannot_be_trained_is_not_planned(setting):
             "rollout.max_completion_tokens is 8192, but the context of smollm2-135m-instruct is 8192",
         ),
         (["rollout.max_completion_tokens=10000000"], "lower it"),
+        (["rollout.engine=vllm", "rollout.vllm.max_model_tokens=8192", "rollout.max_completion_tokens=8192"], "but the context of"),
         (["evaluation.max_completion_tokens=9000"], "evaluation.max_completion_tokens is 9000, but the context of"),
         (["--prompt-tokens", "8145"], "--prompt-tokens is 8145, but prompts may have at most 8144 tokens"),
         (
@@ -67,7 +68,7 @@ def test_what_cannot_be_trained_is_not_planned(setting):
         (["--completion-tokens", "49"], "--completion-tokens is 49, but completions have at most 48 tokens"),
         (
             ["rollout.engine=vllm", "rollout.vllm.max_model_tokens=48"],
-            "rollout.max_completion_tokens is 48, but the context of smollm2-135m-instruct is 48 tokens",
+            "rollout.max_completion_tokens is 48, but vLLM takes 48 tokens of prompt and completion (rollout.vllm.max_model_tokens)",
         ),
     ],
 )

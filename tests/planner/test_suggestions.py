@@ -45,7 +45,7 @@ def drawn(rng):
     )
     if rng.random() < 0.2:
         overrides += ["algorithm.preset=ppo", "algorithm.value.critic=copy", "algorithm.kl=null", "training.sharding=none"]
-    by_vllm = rng.random() < 0.15
+    by_vllm = rng.random() < 0.15 and recipe != "polaris-3b-qlora"  # vLLM is sent plain weights
     card, processes = HARDWARE[rng.choice(["rtx-4090", "a100-40gb", "a100-80gb", "cpu"])], rng.choice([1, 1, 2, 8])
     if by_vllm:
         where = "url=http://127.0.0.1:8300" if processes > 1 else "cache_gib=2"

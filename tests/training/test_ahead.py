@@ -342,7 +342,7 @@ def test_a_signal_does_not_wait_for_a_batch_that_an_engine_with_its_own_weights_
         _under_way_for_ever(patch, lambda order: order.request.scope == rollout_scope(2))
         with pytest.raises(StoppedError, match=f"after step {1 if exact else 2}, which is saved"):
             go("run", **sections)
-    assert [sentence for sentence in said if "was not there in time" in sentence] == said[-1:] * (not exact)
+    assert [sentence for sentence in said if "could not be saved" in sentence] == said[-1:] * (not exact)
     resumed = go("run", resume=True, **sections)
     assert [row["step"] for row in rows(resumed)] == [1, 2, 3, 4, 5]
     assert same_run(whole, resumed) == exact

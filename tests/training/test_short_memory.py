@@ -121,6 +121,12 @@ def test_a_machine_that_cannot_bring_a_checkpoint_together_is_named_before_the_r
     assert note(processes=1) is None, "nothing is divided"
     free = 128 * 2**30
     assert note() is None
+    free = 8 * 2**30
+    beneath = note("model.lora.rank=16", "output.checkpoint_every=0")
+    assert beneath is not None
+    assert beneath.startswith("for the final model the first process will bring 14.")
+    assert beneath.endswith("or set output.adapter_only")
+    assert note("model.lora.rank=16", "output.adapter_only=true") is None
 
 
 def test_processes_of_one_machine_share_its_memory(small_config, monkeypatch):

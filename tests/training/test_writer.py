@@ -17,6 +17,7 @@ from groupwise.training.checkpoint import CheckpointWriter
 from groupwise.training.checkpoint_folder import is_sound
 from groupwise.training.loop import train
 from groupwise.training.run import Run
+from groupwise.training.sharding.divided import AdapterOnDivided
 from groupwise.training.start import start
 
 
@@ -93,8 +94,8 @@ def test_a_checkpoint_of_an_adapter_on_divided_weights_gathers_no_base(small_con
     config = small_config(model={"lora": {"rank": 2, "alpha": 4}})
     run = start(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     run.begin_learning()
-    run.sharding.divides_weights = True
-    monkeypatch.setattr(run.sharding, "whole_policy", lambda policy: pytest.fail("the base was gathered"))
+    base = SimpleNamespace(name="fsdp2", whole_policy=lambda policy: pytest.fail("the base was gathered"))
+    run.learner.sharding = AdapterOnDivided(run.scorer, run.world, base)
     snapshot = checkpoints.take_snapshot(0, run.policy, run.learner)
     trained = {name: p for name, p in run.policy.model.named_parameters() if p.requires_grad}
     before = {name.replace(".default", ""): p.detach().clone() for name, p in trained.items()}
@@ -162,6 +163,7 @@ def test_a_checkpoint_that_is_waited_for_is_whole_when_another_process_fails_mea
     with pytest.raises(failures.RankLost):
         run.save(1) if last else run.checkpoint_if_due(0)
     watch.finish()
+    run.writer.finish()
     assert is_sound(run.folder.checkpoints / "step-1")
     run.close()
 

@@ -78,7 +78,7 @@ TAG = re.compile(r"</?\w[^<>]*>\s*$")
 TAKEN_BACK = re.compile(
     # A sign or an operator, also spaced; a function or an index; a word that negates.
     r"(?:[-+/^×·÷±√~≈≠<]|(?<!\*)\*|[0-9A-Za-z)]\*\*|(?<!_)_|(?<![=-])>|[<>!]=)\s?$|[0-9]:$|[\w)]\($|\}\{$|"
-    r"\\(?!boxed|text|math|quad|qquad|to$|implies|therefore|Rightarrow|rightarrow)[A-Za-z]+$|"
+    r"\\(?!boxed|text|math|quad|qquad|to$|implies|therefore|(?:long)?rightarrow|large|huge|displaystyle)[A-Za-z]+$|"
     r"(?:^|[^A-Za-z])(?:minus|negative|neg|plus|times|over|not|never|isn't|sqrt)(?:\s?=)?$",
     re.IGNORECASE,
 )
@@ -92,7 +92,10 @@ RUNNING_ON = frozenset(
     )
 )
 """Words that may follow a number in a sentence without being a part of it."""
-AND_A_PART = re.compile(r"[ ~]*and (?:an?|one|two|three|four)[ -](?:half|thirds?|quarters?|fourths?|fifths?)(?![a-z])")
+AND_A_PART = re.compile(
+    r"[ ~]*and (?:an?|one|two|three|four|five|seven)[ -]"
+    r"(?:half|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?)(?![a-z])"
+)
 """What makes ``5 and a half`` of the number before it."""
 LONGEST_TEXT = 4000
 """Characters at the end of a completion in which a final formula is looked for."""

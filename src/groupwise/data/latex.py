@@ -107,9 +107,10 @@ SIDE_BY_SIDE = re.compile(
 WORD_AFTER_NUMBER = re.compile(r"(?<=[0-9])(\s*)([A-Za-z]{2,})(?![A-Za-z])")
 EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
 RELATION = re.compile(rf"{EQUALS.pattern}|[<>]|\\(?:le|ge|neq?)(?![A-Za-z])")
+GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|rho|sigma|tau|omega|Delta|Theta|Omega)"
 NAME = re.compile(
     r"(?:(?:m\s?)?\\(?:angle|measuredangle|triangle)\s?)?"
-    r"(?:[A-Za-z]|(?P<points>[A-Z]{2,4})|\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|rho|sigma|tau|omega|Delta|Theta|Omega))"
+    rf"(?:[A-Za-z]|(?P<points>[A-Z]{{2,4}})|{GREEK})"
     r"(?:_(?:[0-9]+|\w|\{(?:[0-9]+|[A-Za-z](?: ?[+-]? ?[0-9])?)\}))?(?:\([\w, ]+\))?"
 )
 """A letter or points, with an index and arguments. Nothing with a prime, a power or a bar: those make another thing of it."""
@@ -334,7 +335,8 @@ def _is_solved(text: str) -> bool:
     r"""Whether ``text`` says what one name is: ``x = 3``, ``3 = x``, ``1 < x \le 2``, and neither ``x + 3 = 6`` nor ``2x - 3 = x``.
     The letters e and i are numbers."""
     sides = [side.strip() for side in RELATION.split(text)]
-    lettered = [side for side in sides if {*re.findall("[A-Za-z]", COMMANDS.sub("", side))} - {"e", "i"}]
+    plain = (COMMANDS.sub("", re.sub(rf"{GREEK}(?![A-Za-z])", "t", side)) for side in sides)
+    lettered = [side for side, letters in zip(sides, plain, strict=True) if {*re.findall("[A-Za-z]", letters)} - {"e", "i"}]
     return len(sides) > 1 and len(lettered) == 1 and _is_name(lettered[0])
 
 

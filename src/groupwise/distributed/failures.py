@@ -145,7 +145,7 @@ def as_error(failure: Failure | None, size: int, why: str = "") -> RankError:
 
 class Watch(threading.Thread):
     """Looks at the board beside the main thread, and brings it out of whatever it does when another process has failed, or the
-    board is gone with the one that kept it.
+    board has ended with the one that kept it.
 
     The main thread gets ``RankLost``. Where it does not come out (a collective of a GPU that waits), the process is ended. It is
     ended, too, when the launcher has ended. A checkpoint that is being written, as ``saving`` says, is waited for.

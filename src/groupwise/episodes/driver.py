@@ -189,12 +189,14 @@ class Episodes:
 
     def _cut_short(self, problem: Problem, where: str, partner: Partner, reply: Reply) -> GroupwiseError:
         """Why a script ends ``where`` it should go on."""
-        script = f"the script of problem {problem.id} has {where}"
+        written = problem.columns.get("script") is not None
+        script = f"the {'script' if written else 'worked example'} of problem {problem.id} has {where}"
         if reply.ended in FAILURES:
             return TrainingError(f"{script} is not answered: {reply.calls[-1].result}")
         no_call = f"it makes no call, which would begin with {self.format.openings[0]!r} (rollout.call_format)"
         why = no_call if isinstance(partner, ToolUse) else "what answers it is over then"
-        return DataError(f"{script} ends the episode: {why}; correct the turn, or let the script end there")
+        remedy = "correct the turn, or let the script end there" if written else "give the rows a column script"
+        return DataError(f"{script} ends the episode: {why}; {remedy}")
 
     def given(
         self, said: Completion, reply: Reply, partner: Partner, conversation: Conversation | None
@@ -429,7 +431,8 @@ class _Episode:
             self.finish_reason = "timeout" if isinstance(failure, CallTimedOut) else "environment_error"
             late, why = self.finish_reason == "timeout", str(failure) or "it did not answer in time"
             logger.warning("the reward of the environment failed on problem %s: %s", self.prompt.problem.id, why)
-            called = "reset" if isinstance(self.partner, NotBegun) else "get_reward"
+            begun = "get_reward" if getattr(self.partner, "environment", None) is not None else "agent"
+            called = "reset" if isinstance(self.partner, NotBegun) else begun
             told = failed_call("timed_out" if late else "raised", why, called)
             self.turns[-1] = replace(self.turns[-1], calls=(*self.turns[-1].calls, told))
         if self.finish_reason in FAILURES:

@@ -273,16 +273,17 @@ def evaluation(setup: Setup, rows: int | None = None) -> list[Item]:
 
 def _checkpoint(setup: Setup) -> list[Item]:
     """Beside the run's state, in which it is written from where things are: what is brought together, on CPUs."""
-    gathered = gathered_bytes(setup) if setup.device == "cpu" else 0
-    formula = "s P + masters, moments and reference, in the first process"
-    return [Item("whole weights and state", gathered, formula)] if gathered else []
+    if setup.device != "cpu" or not (divided(setup, "weights") or divided(setup, "optimiser")):
+        return []
+    formula = f"{'4 A' if setup.adapted else 's P'} + masters, moments and reference, in the first process"
+    return [Item("whole weights and state", disk_bytes(setup)[0], formula)]
 
 
 def _final_model(setup: Setup) -> list[Item]:
     """Beside the run's state, in which a model is written a weight at a time."""
     shape, s = setup.shape, setup.weight_bytes
     whole = s * shape.parameters
-    if divided(setup, "weights"):
+    if divided(setup, "weights") and not (setup.adapted and setup.config.output.adapter_only):
         return [Item("whole weights", whole, "s P, in the first process")]
     if not setup.adapted and setup.quantised == "none":
         return []
@@ -304,14 +305,15 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
 
 
 def gathered_bytes(setup: Setup) -> int:
-    """Bytes of the machine's own memory in which the first process brings a divided run together for a checkpoint: what that holds, and
-    the base beneath an adapter, which only the final model does. On GPUs also the weights that are collected for vLLM while it is being
-    written."""
+    """Bytes of the machine's own memory in which the first process brings a divided run together: what a checkpoint holds, or the base
+    beneath an adapter, which the final model alone does. On GPUs also the weights that are collected for vLLM while a checkpoint is
+    being written."""
     if not (divided(setup, "weights") or divided(setup, "optimiser")):
         return 0
     beside = setup.device == "cuda" and setup.config.output.checkpoint_in_background
     pushed = setup.weights if setup.by_vllm and beside else 0
-    return disk_bytes(setup)[0] + (setup.weights if setup.adapted else 0) + pushed
+    checkpoint, model = disk_bytes(setup)
+    return (model if setup.adapted else checkpoint) + pushed
 
 
 def _beside(setup: Setup, sampling: list[Item]) -> list[Item]:

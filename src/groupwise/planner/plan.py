@@ -169,9 +169,10 @@ def _of_several(setup: Setup, hardware: Hardware) -> list[str]:
             else f"at the start the first process reads the whole model into its machine's own memory, {each:.1f} GiB, and hands it out"
         )
     if setup.device == "cuda" and (gathered := gathered_bytes(setup)):
+        what = "for the final model" if setup.adapted else "for a checkpoint, that of a run that is stopped too,"
         notes.append(
-            "for a checkpoint, that of a run that is stopped too, the first process brings the whole state together in its machine's own "
-            f"memory: {gathered / 2**30:.1f} GiB"
+            f"{what} the first process brings the whole {'base' if setup.adapted else 'state'} together in its machine's own memory: "
+            f"{gathered / 2**30:.1f} GiB"
         )
     if setup.world_size > setup.gpus_per_node:
         notes.append(
@@ -229,9 +230,10 @@ def make_plan(
     if shape.stored != "none":
         config = config.model_copy(update={"model": config.model.model_copy(update={"quantization": shape.stored})})
     refuse_with_vllm(config.rollout, world_size, config.model.quantization)
+    own_context = shape.context
     if config.rollout.engine == "vllm" and config.rollout.vllm.url is None:
-        shape = replace(shape, context=min(shape.context, config.rollout.vllm.max_model_tokens or shape.context))
-    _refuse_too_long(config, shape.context, prompt_tokens, mean_completion_tokens)
+        shape = replace(shape, context=min(own_context, config.rollout.vllm.max_model_tokens or own_context))
+    _refuse_too_long(config, shape.context, prompt_tokens, mean_completion_tokens, shape.context < own_context)
     limit = hardware.memory_bytes if limit_bytes is None else limit_bytes
     setup = Setup(
         config,
@@ -278,11 +280,13 @@ def _refuse_small_share(setup: Setup) -> None:
         )
 
 
-def _refuse_too_long(config: Config, context: int, prompt_tokens: int, mean_completion_tokens: int) -> None:
-    """Raise ConfigError for lengths that the trainer refuses beside a context of so many tokens, or that cannot occur."""
+def _refuse_too_long(config: Config, context: int, prompt_tokens: int, mean_completion_tokens: int, by_vllm: bool) -> None:
+    """Raise ConfigError for lengths that the trainer refuses beside a context of so many tokens (``by_vllm``: which vLLM's settings
+    say), or that cannot occur."""
     completion = config.rollout.max_completion_tokens
-    longest = prompt_limit(config, context, completion, "rollout.max_completion_tokens")
-    prompt_limit(config, context, config.evaluation.max_completion_tokens or completion, "evaluation.max_completion_tokens")
+    judged = config.evaluation.max_completion_tokens or completion
+    longest = prompt_limit(config, context, completion, "rollout.max_completion_tokens", by_vllm)
+    prompt_limit(config, context, judged, "evaluation.max_completion_tokens", by_vllm)
     if mean_completion_tokens > completion:
         raise ConfigError(
             f"--completion-tokens is {mean_completion_tokens}, but completions have at most {completion} tokens: lower it, or "

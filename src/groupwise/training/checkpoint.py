@@ -132,11 +132,8 @@ def take_snapshot(
         "kl_control": None if learner.kl_control is None else {"beta": learner.kl_control.beta}, **(about or {}),
     }  # fmt: skip
     name = f"step-{step}-update-{updates}" if updates else f"step-{step}"
-    if copied and is_adapted(policy.model):  # whose divided base is not gathered, since no checkpoint has it
-        policy = replace(policy, model=copy_to_cpu(policy.model))
-    else:
-        policy = sharding.whole_policy(policy) or policy
-    return Snapshot(name, policy, tensors, json.dumps(state), is_copy=copied)
+    policy = replace(policy, adapter_only=True)  # of a base that does not learn no checkpoint has a copy
+    return Snapshot(name, sharding.whole_policy(policy) or policy, tensors, json.dumps(state), is_copy=copied)
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bool = False) -> Path:

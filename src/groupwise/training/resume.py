@@ -283,7 +283,7 @@ def refuse_to_share(state: Mapping[str, Any], checkpoint: Path | None, processes
     """Raise CheckpointError where several processes would resume between two updates of a batch, which one process has cut into
     micro-batches.
 
-    Before the first update (``rollout.ahead`` keeps such a batch) they cut it anew.
+    Before the first update (``rollout.ahead`` keeps such a batch) they cut it again.
     """
     if processes > 1 and state.get("parts", {}).get("window", {}).get("updates"):
         raise CheckpointError(

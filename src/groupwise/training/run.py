@@ -479,7 +479,7 @@ class Run:
         if self.ahead is not None:
             for step in self.ahead.finish_for_checkpoint(stopping):
                 self.trackers.say(
-                    f"The batch of step {step + 1}, which is sampled ahead, was not there in time: the resumed run samples it "
+                    f"The batch of step {step + 1}, which is sampled ahead, could not be saved: the resumed run samples it "
                     "with newer weights, so its numbers are not those of a run that was not stopped.",
                     "yellow",
                 )

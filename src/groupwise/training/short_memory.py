@@ -185,17 +185,20 @@ def disk_note(config: Config, folder: Path) -> str | None:
 
 def checkpoint_note(config: Config, device: torch.device, processes: int | None = None) -> str | None:
     """A sentence where divided weights are on GPUs, and this machine, the first process's, has no memory to bring them together for a
-    checkpoint. On CPUs that is one of the phases that ``memory_shortage`` goes by. Arguments as there."""
+    checkpoint, or beneath an adapter for the final model. On CPUs that is one of the phases that ``memory_shortage`` goes by. Arguments
+    as there."""
     every, setup = config.output.checkpoint_every, planned(config, device, processes=processes)
-    if setup is None or setup.device == "cpu" or not every or every > config.training.steps:
+    if setup is None or setup.device == "cpu" or not (setup.adapted or 0 < every <= config.training.steps):
         return None
     needed, free = gathered_bytes(setup), available_memory_bytes()
     if needed <= free:
         return None
+    what, remedy = "a checkpoint", "train an adapter (model.lora), or write none by output.checkpoint_every=0"
+    if setup.adapted:
+        what, remedy = "the final model", "or set output.adapter_only"
     return (
-        f"for a checkpoint the first process will bring {needed / _GIB:.1f} GiB together in the machine's own memory, and "
-        f"{free / _GIB:.1f} GiB are free there: take a machine with more, train an adapter (model.lora), or write none by "
-        "output.checkpoint_every=0"
+        f"for {what} the first process will bring {needed / _GIB:.1f} GiB together in the machine's own memory, and "
+        f"{free / _GIB:.1f} GiB are free there: take a machine with more, {remedy}"
     )
 
 

@@ -23,7 +23,7 @@ from groupwise.distributed.sharding import Optimizer
 from groupwise.errors import ConfigError, RankError
 from groupwise.models.decoder import Decoder, MergedDecoder, settle_tie
 from groupwise.models.layer import Blocks, copy_filled
-from groupwise.models.load import Policy
+from groupwise.models.load import Policy, copy_to_cpu
 from groupwise.models.merging import round_dithered_
 from groupwise.models.scorer import Scorer
 from groupwise.training.sharding.replicas import Replicas
@@ -231,7 +231,10 @@ class AdapterOnDivided(Replicas):
         self.base.backward(loss)
 
     def whole_policy(self, policy: Policy) -> Policy | None:
-        return self.base.whole_policy(policy)
+        """A copy of the adapter is enough where only that is saved: the base is not brought together."""
+        if not policy.adapter_only:
+            return self.base.whole_policy(policy)
+        return replace(policy, model=copy_to_cpu(policy.model)) if self.world.is_first else None
 
     def whole_state(self, pieces: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """They are whole; what is given is a copy, which learning does not touch."""
