@@ -58,7 +58,10 @@ def test_what_cannot_be_trained_is_not_planned(setting):
             "rollout.max_completion_tokens is 8192, but the context of smollm2-135m-instruct is 8192",
         ),
         (["rollout.max_completion_tokens=10000000"], "lower it"),
-        (["rollout.engine=vllm", "rollout.vllm.max_model_tokens=8192", "rollout.max_completion_tokens=8192"], "but the context of"),
+        (
+            ["rollout.engine=vllm", "rollout.vllm.max_model_tokens=8192", "rollout.max_completion_tokens=8192"],
+            "but the context of",
+        ),
         (["evaluation.max_completion_tokens=9000"], "evaluation.max_completion_tokens is 9000, but the context of"),
         (["--prompt-tokens", "8145"], "--prompt-tokens is 8145, but prompts may have at most 8144 tokens"),
         (
