@@ -80,11 +80,6 @@ class Sure(Guess):
         self.secret = 2
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Any:
-    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 def played(tokenizer, script, *factories, samples=1, prompts=None, timeout_s=LONG_S, max_turns=10, **named):
     environments = Environments(named or {None: factories[0]}, timeout_s)
     episodes = episodes_of(tokenizer, environments=environments, max_turns=max_turns, timeout_s=timeout_s)

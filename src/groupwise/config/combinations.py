@@ -259,6 +259,22 @@ def refuse_untrainable(model: ModelConfig, stored: str = "none") -> None:
         )
 
 
+def refuse_with_vllm(rollout: RolloutConfig, processes: int, quantization: str = "none") -> None:
+    """Raise ConfigError for what vLLM cannot sample: a base of that ``quantization``, or several processes without a server."""
+    if rollout.engine != "vllm":
+        return
+    if quantization != "none":
+        raise ConfigError(
+            f"rollout.engine is vllm, which is sent plain weights, but model.quantization is {quantization}: use "
+            "rollout.engine=auto"
+        )
+    if rollout.vllm.url is None and processes > 1:
+        raise ConfigError(
+            f"rollout.engine is vllm in the trainer's own process, which is for one process, but there are {processes}: start a "
+            "server (python -m groupwise.engines.vllm MODEL) and let rollout.vllm.url name it"
+        )
+
+
 def prompt_limit(config: Config, context: int, completion_tokens: int, setting: str, by_vllm: bool = False) -> int:
     """Longest prompt in tokens that leaves room for a completion, or that ``data.max_prompt_tokens`` allows. ``setting``: which one
     says ``completion_tokens``. ``by_vllm``: whether ``context`` is what vLLM takes, and not the model's own.

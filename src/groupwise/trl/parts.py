@@ -443,6 +443,8 @@ def make_parts(
     if aside is not None and not is_adapted(policy.model):
         tie_as_first(policy.model, world)
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
+    if is_adapted(policy.model) and not scorer.named_parameters():
+        raise ModelError(NOT_TRAINABLE)
     if isinstance(scorer, Decoder) and (note := attention_note(config.model.attention, policy.model.config.model_type)):
         log.warning(note)
     if given and needs_reference and isinstance(scorer, KeepsAdapter):
