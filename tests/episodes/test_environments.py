@@ -470,7 +470,7 @@ def test_an_environment_is_closed_when_its_episode_is_over(tokenizer):
         (group,), _, _ = played(tokenizer, lambda n, sample, turn: ["1", "no number"][sample], factory, samples=2, max_turns=2)
         assert {c.finish_reason for c in group} <= {"max_turns", "environment_error", "stop"}
         assert not open_now
-        script = ["1" if factory is Session else "<call>add(1)</call>", "2"]
+        script = ["0" if factory is Session else "<call>add(1)</call>", "2"]
         episodes_of(tokenizer, environments=Environments({None: factory}, 5.0)).play_script(prompt_of(), script, 5)
         assert not open_now, "a worked example's is closed too"
 
@@ -486,7 +486,7 @@ def test_an_environment_is_closed_when_its_episode_is_over(tokenizer):
 def test_a_script_that_ends_before_its_last_turn_is_refused(tokenizer, factory, script, error, why):
     """Cut there, it would teach the policy to end so."""
     episodes = episodes_of(tokenizer, environments=Environments({None: factory}, LONG_S))
-    with pytest.raises(error, match=f"the script of problem p has 3 turns, but turn 2 .*{why}"):
+    with pytest.raises(error, match=f"the worked example of problem p has 3 turns, but turn 2 .*{why}"):
         episodes.play_script(prompt_of(), script, tokenizer.eos_token_id)
 
 
