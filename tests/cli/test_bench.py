@@ -5,6 +5,7 @@ import json
 import pytest
 
 from groupwise.config import load_config
+from groupwise.models.native.build import Kernels
 from groupwise.training.trial import trial_settings
 
 
@@ -85,6 +86,15 @@ def test_a_gpu_that_pytorch_cannot_use_is_told_and_not_planned_for(groupwise, sm
     result = groupwise("bench", "quickstart", *small, "model.device=auto", "--steps", "1", "--json")
     assert json.loads(result.stdout)["planned"]["device"] == "cpu"
     assert "this machine has a GPU (NVIDIA H100 80GB HBM3), but this PyTorch" in " ".join(result.stderr.split())
+
+
+def test_a_missing_compiler_is_told(groupwise, small, nowhere, monkeypatch):
+    """Without native kernels a run on a CPU is slower, and nothing else would say why."""
+    monkeypatch.setattr(
+        "groupwise.training.setup.kernels", lambda: Kernels(None, "no C compiler found (cc, gcc or clang)", failed=True)
+    )
+    result = groupwise("bench", "quickstart", *small, "--steps", "1")
+    assert "no C compiler found (cc, gcc or clang). PyTorch's operations take their place" in " ".join(result.output.split())
 
 
 def test_a_table_for_people(groupwise, small, nowhere):

@@ -50,6 +50,7 @@ from groupwise.models.load import (
     load_tokenizer,
     resolve_device,
 )
+from groupwise.models.native.build import kernels
 from groupwise.models.quantised import quantisation_settings
 from groupwise.models.reward_model import RewardModel
 from groupwise.models.scorer import attention_note
@@ -239,6 +240,7 @@ def _notes(
         _note_on_experts(config),
         _note_on_idle_gpus(config, processes),
         _note_on_unusable_gpu(config),
+        _note_on_missing_kernels(config),
         note_on_date(tokenizer, config.prompt),
         f"{short.sentence}: {short.remedy}" if short is not None else None,
         checkpoint_note(config, resolve_device(config.model.device), processes),
@@ -298,6 +300,15 @@ def _note_on_unusable_gpu(config: Config) -> str | None:
     return (
         f"this machine has a GPU ({gpu[0]}), but this PyTorch ({torch.__version__}) cannot use it, and the run takes the CPU: install "
         "a build of PyTorch for CUDA that the GPU's driver is new enough for."
+    )
+
+
+def _note_on_missing_kernels(config: Config) -> str | None:
+    if resolve_device(config.model.device).type != "cpu" or not is_first_process() or not (native := kernels()).failed:
+        return None
+    return (
+        f"native kernels: {native.description}. PyTorch's operations take their place, and on a CPU sampling takes up to 1.5 times and "
+        "learning 1.2 times as long; a C compiler (Debian and Ubuntu: apt install gcc) makes them."
     )
 
 

@@ -36,6 +36,8 @@ class Kernels:
     library: ctypes.CDLL | None
     description: str
     """The compiler, such as ``cc (Debian 12.2.0) 12.2.0``, or the reason for doing without."""
+    failed: bool = False
+    """Whether it was tried: there is no compiler, or one that fails."""
 
 
 @functools.cache
@@ -47,12 +49,12 @@ def kernels(fp32: bool = False) -> Kernels:
         return Kernels(None, f"not built on {platform.system()}")  # there PyTorch's OpenMP is not the compiler's
     compiler = _compiler()
     if compiler is None:
-        return Kernels(None, "no C compiler found (cc, gcc or clang)")
+        return Kernels(None, "no C compiler found (cc, gcc or clang)", failed=True)
     try:
         version = _run([*compiler, "--version"]).splitlines()[0]
         return Kernels(_loaded([*compiler, *FLAGS, *(["-DFP32"] if fp32 else [])], version), version)
     except (OSError, subprocess.SubprocessError, IndexError) as error:
-        return Kernels(None, f"could not be compiled: {_last_line(error)}")
+        return Kernels(None, f"could not be compiled: {_last_line(error)}", failed=True)
 
 
 def _compiler() -> list[str] | None:
