@@ -185,6 +185,7 @@ def snippet_functions(name):
             continue
         tree = ast.parse(text) if kind == "python" else ast.Module([], [])
         kept = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ImportFrom | ast.Assert | ast.Assign)]
+        kept = [n for n in kept if not (isinstance(n, ast.ImportFrom) and f"# {n.module}.py" in page(name))]
         tree.body = [n for n in kept if not any(isinstance(x, ast.Name) and x.id == "train" for x in ast.walk(n))]
         exec(compile(tree, name, "exec"), space)
     return space
@@ -194,6 +195,13 @@ def test_reward_functions_of_the_pages_work_and_assertions_hold():
     chat = [[{"role": "assistant", "content": "please " * 100}], [{"role": "assistant", "content": ""}]]
     assert snippet_functions("docs/how-to/rewards.md")["polite"](prompts=["?", "?"], completions=chat) == [0.5, 0.0]
     assert snippet_functions("README.md")["brief"](completions=chat) == [-0.7, 0.0]
+
+
+def test_files_that_readme_s_settings_name_are_shown_and_run_nothing():
+    text = page("README.md")
+    for file, function in re.findall(r"function: (\w+\.py):(\w+)", text):
+        (shown,) = [block for kind, block in FENCE.findall(text) if kind == "python" and block.startswith(f"# {file}\n")]
+        assert [(type(node), node.name) for node in ast.parse(shown).body] == [(ast.FunctionDef, function)]
 
 
 def test_the_keywords_and_fields_that_python_snippets_use_exist():
