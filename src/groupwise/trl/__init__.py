@@ -1,6 +1,6 @@
 """TRL's names over this project: ``from groupwise.trl import GRPOConfig, GRPOTrainer`` runs an existing script.
 
-``docs/how-to/coming-from-trl.md`` says what every argument does here. TRL itself is not needed.
+``python -m groupwise.trl`` says what every argument does here. TRL itself is not needed.
 """
 
 from groupwise.models.quiet import quieten_bitsandbytes

@@ -57,7 +57,7 @@ _Fields: Any = dataclasses.make_dataclass(
 
 
 class GRPOConfig(_Fields):
-    """TRL's ``GRPOConfig`` as far as it is honoured here: ``docs/how-to/coming-from-trl.md`` has every argument.
+    """TRL's ``GRPOConfig`` as far as it is honoured here: ``python -m groupwise.trl`` lists every argument.
 
     Raises ConfigError for an argument that is not honoured (unless it is at TRL's default), for one that does not exist, and for
     batch sizes that do not divide; for all of them at once. An attribute that is set later is held to the same rules: by itself at
