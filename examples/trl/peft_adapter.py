@@ -2,7 +2,7 @@
 
 python examples/trl/peft_adapter.py --output_dir runs/adapter --max_steps 50 --learning_rate 1e-4 --beta 0.01
 
-Needs the package peft: ``pip install 'groupwise[peft]'``.
+Needs the package peft: ``pip install --constraint constraints.txt --editable '.[peft]'``.
 """
 
 from dataclasses import dataclass

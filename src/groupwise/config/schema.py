@@ -74,7 +74,7 @@ class ModelConfig(Section):
     name: str = "smollm2-135m-instruct"
     """The built-in `smollm2-135m-instruct`, a model folder, or a Hub name such as `Qwen/Qwen2.5-1.5B-Instruct`."""
     revision: str | None = None
-    """Branch, tag or commit on the Hub. Folders and the embedded model have none."""
+    """Branch, tag or commit on the Hub. Folders and `smollm2-135m-instruct` have none."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Numbers of the weights that sample and compute. `auto` is bfloat16, but float32 on a CPU without instructions for it.
     float16, with a scaled loss, is for GPUs without bfloat16."""
@@ -96,7 +96,8 @@ class ModelConfig(Section):
     """Bits of the frozen projections: 0.52 bytes a weight (QLoRA), or one. Needs `lora` and the package bitsandbytes. Not for
     mixtures of experts with transformers 5."""
     lora: LoraConfig | None = None
-    """Train a low-rank adapter, such as `{rank: 16, alpha: 32}`, at about ten times the learning rate. Null trains all weights."""
+    """Train a low-rank adapter, such as `{rank: 16, alpha: 32}`, at about ten times the learning rate (Schulman et al., "LoRA
+    Without Regret", 2025). Null trains all weights."""
 
     @field_validator("max_memory")
     @classmethod
