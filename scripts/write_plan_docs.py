@@ -312,7 +312,7 @@ def _targets() -> str:
         f"program's whole step, which sampled without graphs. On CPUs the plan says {here:.0f} s for a step of `gsm8k-1.5b-cpu`; 173 and",
         "183 s were measured on cores that multiply bf16 at 0.4 TFLOP/s, and of shorter answers 102 s at 0.75 and 200 s at 0.29",
         "([results](../results.md)).",
-        "Dollars, of the last two: 0.40 for an hour of an RTX 4090, 1.50 of an A100, 3.00 of an H100.",
+        "Dollars, of the last two (supposed, no source): 0.40 for an hour of an RTX 4090, 1.50 of an A100, 3.00 of an H100.",
         "",
         "| published, of GSM8K's test split | completions | steps | hours, by the plan | by our own steps | by verl's step | dollars "
         "| `groupwise plan` |",
