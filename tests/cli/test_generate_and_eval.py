@@ -411,6 +411,34 @@ def test_eval_prints_a_table_and_uses_the_run_s_settings(groupwise, run_folder):
     assert "settings from" in result.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_an_engine_of_one_s_own_is_told_of_the_weights_before_it_samples(
+    groupwise, command, tiny_model, small, problems, tmp_path
+):
+    """It may have to send them somewhere: what it samples before is another model's."""
+    (tmp_path / "engine.py").write_text(
+        "from groupwise.engines import Engine\n"
+        "from groupwise.types import Completion\n"
+        "class Told(Engine):\n"
+        "    def __init__(self, policy, rollout):\n"
+        "        self.told = []\n"
+        "    def refresh(self, policy_version):\n"
+        "        self.told.append(policy_version)\n"
+        "    def serve(self, request, on_progress=None):\n"
+        "        assert self.told, 'it knows no weights'\n"
+        "        temperature = request.settings.temperature\n"
+        "        say = lambda sample: Completion('a', (65,), (-5.5,), 'length', sample, self.told[-1], temperature)\n"
+        "        return [tuple(map(say, range(request.samples_per_prompt))) for _ in request.prompts]\n",
+        encoding="utf-8",
+    )
+    engine = f"rollout.engine={tmp_path / 'engine.py'}:Told"
+    words = ["quickstart", *small, "training.steps=1", "evaluation.at_start=true", "--run-folder", tmp_path / "run"]
+    if command == "eval":
+        words = [tiny_model, "--data", problems, "model.dtype=float32", "rollout.max_completion_tokens=6"]
+    result = groupwise(command, *words, engine, "--json")
+    assert result.exit_code == 0, result.output
+
+
 def test_words_that_are_not_utf_8_are_one_sentence_before_anything_is_loaded(groupwise, monkeypatch):
     """The system hands the shell's other bytes over as halves of characters, which no tokenizer takes."""
     monkeypatch.setattr("groupwise.chat.make_speaker", lambda *_: pytest.fail("the model was loaded"))

@@ -70,13 +70,15 @@ def make_engine(
     weights, and many prompts are sampled at once: they may be stored in fewer bits where this changes no number, and pushed
     again by whichever thread samples.
 
-    An engine by import path is made by ``Class(policy, rollout)``.
+    An engine by import path is made by ``Class(policy, rollout)``, and told of the weights by ``refresh(0)``.
 
     Raises ConfigError where the built-in engine is asked for and does not cover the architecture, weights of 8 bits are and cannot be
     computed with here, vLLM cannot be had, or an import path leads to no engine.
     """
     if rollout.engine_is_yours:
-        return _your_engine(rollout.engine)(policy, rollout)  # type: ignore[call-arg]
+        yours = _your_engine(rollout.engine)(policy, rollout)  # type: ignore[call-arg]
+        yours.refresh(0)
+        return yours
     if rollout.engine == "vllm":
         from groupwise.engines.vllm.engine import open_vllm_engine
 

@@ -127,7 +127,8 @@ class Engine(ABC):
 
     @abstractmethod
     def refresh(self, policy_version: int) -> None:
-        """The policy's weights have changed in place; anything derived from them is renewed before the next sample."""
+        """The policy's weights have changed in place; anything derived from them is renewed before the next sample. For an engine
+        by import path the first ones count as changed."""
 
     def release_memory(self) -> None:  # noqa: B027 - most have none while they do not sample
         """Learning begins: memory of the device that is not needed before the next ``refresh`` may go. For all processes at once."""
