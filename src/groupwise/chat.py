@@ -25,7 +25,7 @@ from groupwise.importing import looks_like_file
 from groupwise.models.folder import adapter_in
 from groupwise.models.load import Policy, load_policy, load_tokenizer, with_base
 from groupwise.tracking.text import visible
-from groupwise.types import Message, Problem
+from groupwise.types import Completion, Message, Problem
 
 __all__ = [
     "Speaker",
@@ -246,7 +246,7 @@ class Speaker:
         completion = self.engine.stream(prompt, settings, seed=self.seed, on_text=show)
         out.write("\n")
         out.flush()
-        self.messages = [*asked, *map(self._as_shown, completion.messages)]
+        self.messages = [*asked, *map(self._as_shown, _as_given(completion))]
         return completion.answer
 
     def _as_shown(self, message: Message) -> Message:
@@ -257,6 +257,15 @@ class Speaker:
 
     def forget(self) -> None:
         self.messages = []
+
+
+def _as_given(completion: Completion) -> list[Message]:
+    """``completion.messages`` as the policy was given them: one message for each result of a tool."""
+    messages, turns = completion.messages, completion.turns
+    for place in reversed(range(1, len(turns))):
+        if turns[place].role == "tool" and turns[place - 1].calls:
+            messages[place : place + 1] = [{"role": "tool", "content": call.result} for call in turns[place - 1].calls]
+    return messages
 
 
 def load_to_ask(config: Config) -> Policy:

@@ -529,6 +529,20 @@ def test_what_a_tool_returned_ends_no_turn_in_the_next_question_either(tokenizer
     assert second.token_ids.count(tokenizer.eos_token_id) == 6, "system, question, call, result, answer, question"
 
 
+def test_the_next_question_follows_the_tokens_that_several_calls_of_a_turn_were_answered_with(tokenizer):
+    episodes = episodes_of(tokenizer)
+    calls = "<call>calculator(1 + 1)</call><call>calculator(2 + 2)</call>"
+    scripted = Scripted(tokenizer, lambda n, sample, turn: "So." if turn else calls)
+    policy: Any = SimpleNamespace(tokenizer=tokenizer, context_length=2000, name="tiny")
+    speaker = Speaker(policy, EpisodeEngine(scripted, episodes), PromptConfig(), None, PLENTY, 0, episodes)
+    for question in ("One?", "Two?"):
+        speaker.answer(question, io.StringIO())
+    answered, second = (request.prompts[0].token_ids for request in scripted.asked[1:3])
+    said = tokenizer("So.", add_special_tokens=False)["input_ids"]
+    before = (*answered, *said, tokenizer.eos_token_id)
+    assert second[: len(before)] == before
+
+
 def test_what_begins_with_a_question_needs_no_row():
     assert not Environments({None: Guess}, LONG_S).needs_a_row(), "its reset takes a seed and whatever a row has"
     assert not Environments({None: Counter}, LONG_S).needs_a_row(), "its start has a default"
