@@ -12,11 +12,14 @@ from transformers import AutoConfig
 
 from groupwise.config import load_config
 from groupwise.config.schema import RolloutConfig
+from groupwise.distributed import World
 from groupwise.engines import SamplingSettings, check_engine, check_quantization, make_engine
-from groupwise.engines.base import COLDEST, Engine
+from groupwise.engines.base import COLDEST, Engine, SampleRequest
 from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.transformers import TransformersEngine
+from groupwise.engines.turns import Turns, serve_by_prefixes
+from groupwise.engines.wrappers import DealtEngine, QueuedRequest, SamplingThread
 from groupwise.errors import ConfigError, ModelError, TrainingError
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import Policy
@@ -91,6 +94,52 @@ def test_samples_of_another_temperature_are_refused(make_prompts):
         Forgetful().sample(prompts, 1, SamplingSettings(max_tokens=4, temperature=0.7), seed=0, scope="s")
     for settings in (SamplingSettings(max_tokens=4), SamplingSettings(max_tokens=4, temperature=0.7, greedy=True)):
         assert len(Forgetful().sample(prompts, 1, settings, seed=0, scope="s")) == 1
+
+
+def sampled_ahead(engine, request):
+    thread, queued = SamplingThread(torch.device("cpu")), QueuedRequest(engine, request)
+    thread.put(queued)
+    try:
+        return thread.wait(queued)
+    finally:
+        thread.close()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        sampled_ahead,
+        lambda engine, request: DealtEngine(engine, World()).serve_checked(request),
+        lambda engine, request: serve_by_prefixes(engine, request, Turns(None)),
+    ],
+    ids=["ahead", "divided", "episodes"],
+)
+def test_samples_of_another_temperature_are_refused_whatever_is_around_the_engine_that_is_named(ask, make_prompts):
+    with pytest.raises(TrainingError, match="^Forgetful was asked for completions at temperature 0.7 and gave some that say 1"):
+        ask(Forgetful(), SampleRequest(make_prompts([3]), 1, SamplingSettings(max_tokens=4, temperature=0.7), 0, "s"))
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "samples", "said"),
+    [
+        ((5, 2), (-0.5,), 2, "gave a completion of 2 tokens with 1 log-probabilities: its serve must give at least one token"),
+        ((), (), 2, "gave a completion of 0 tokens with 0 log-probabilities"),
+        ((5,), (-0.5,), 1, r"was asked for 2 completions for each of 2 prompts and gave \[2, 1\]: its serve must give a tuple"),
+        ((5,), (-0.5,), 0, r"was asked for 2 completions for each of 2 prompts and gave \[2\]"),
+    ],
+    ids=["a log-probability too few", "no tokens", "a sample too few", "a prompt too few"],
+)
+def test_what_cannot_be_learnt_from_is_refused_where_it_was_sampled(ids, logprobs, samples, said, greedy, make_prompts):
+    """A log-probability too few would move all that follow to other tokens."""
+
+    class Careless(Forgetful):
+        def serve(self, request, on_progress=None):
+            whole, other = Completion("a", (5, 2), (-0.5, -0.5), "stop"), Completion("a", ids, logprobs, "stop")
+            return [(whole, whole), (other,) * samples][: 1 + bool(samples)]
+
+    with pytest.raises(TrainingError, match=f"^Careless {said}"):
+        Careless().sample(make_prompts([3, 4]), 2, SamplingSettings(max_tokens=4, greedy=greedy), seed=0, scope="s")
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/own-engine.md"

@@ -62,7 +62,7 @@ def held_elsewhere():
 
 def test_the_thread_waits_for_the_weights_and_for_nothing_else(cuda):
     class Engine:
-        def serve(self, request, on_progress):
+        def serve_checked(self, request, on_progress):
             cuda.append(("sample", threading.current_thread().name))
             return []
 

@@ -133,22 +133,41 @@ class Engine(ABC):
     def release_memory(self) -> None:  # noqa: B027 - most have none while they do not sample
         """Learning begins: memory of the device that is not needed before the next ``refresh`` may go. For all processes at once."""
 
+    def serve_checked(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
+        """``serve``. What is put around an engine asks it by this, so that an error names the engine that samples.
+
+        Raises TrainingError where a group has another size than was asked for, or a completion has no tokens, another number of
+        log-probabilities than tokens, or another temperature than was asked for: it would be scored at the wrong one.
+        """
+        sampled = self.serve(request, on_progress)
+        name, settings, prompts = type(self).__name__, request.settings, len(request.prompts)
+        sizes = [len(group) for group in sampled]
+        if sizes != [request.samples_per_prompt] * prompts:
+            raise TrainingError(
+                f"{name} was asked for {request.samples_per_prompt} completions for each of {prompts} prompts and gave "
+                f"{sizes!s:.60}: its serve must give a tuple of request.samples_per_prompt for each of request.prompts"
+            )
+        completions = [completion for group in sampled for completion in group]
+        for c in completions:
+            if not 1 <= len(c.token_ids) == len(c.logprobs):
+                raise TrainingError(
+                    f"{name} gave a completion of {len(c.token_ids)} tokens with {len(c.logprobs)} log-probabilities: its serve "
+                    "must give at least one token, the end token included, and one log-probability for each"
+                )
+        others = {c.temperature for c in completions} - {settings.temperature}
+        if others and not settings.greedy:
+            raise TrainingError(
+                f"{name} was asked for completions at temperature {settings.temperature:g} and gave some that say "
+                f"{min(others):g}: its serve must make Completion(temperature=request.settings.temperature)"
+            )
+        return sampled
+
     def sample(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, settings: SamplingSettings, *, seed: int, scope: str,
         on_progress: Progress | None = None,
     ) -> list[tuple[Completion, ...]]:  # fmt: skip
-        """``serve`` for a request of these parts.
-
-        Raises TrainingError where a completion carries another temperature than was asked for: it would be scored at the wrong one.
-        """
-        sampled = self.serve(SampleRequest(prompts, samples_per_prompt, settings, seed, scope), on_progress)
-        others = {c.temperature for group in sampled for c in group} - {settings.temperature}
-        if others and not settings.greedy:
-            raise TrainingError(
-                f"{type(self).__name__} was asked for completions at temperature {settings.temperature:g} and gave some that say "
-                f"{min(others):g}: its serve must make Completion(temperature=request.settings.temperature)"
-            )
-        return sampled
+        """``serve_checked`` for a request of these parts."""
+        return self.serve_checked(SampleRequest(prompts, samples_per_prompt, settings, seed, scope), on_progress)
 
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """One completion, with ``on_text`` called with each new piece of text, for a person who reads along; by itself with all of it."""

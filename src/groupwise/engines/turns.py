@@ -137,7 +137,7 @@ def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_p
     patience = Patience(turns.grace_s, lambda: progress(0, 0))
     absent: dict[_Prefix, Answer] = {}
     started = time.monotonic()
-    groups = engine.serve(request, progress)
+    groups = engine.serve_checked(request, progress)
     round_s = time.monotonic() - started
     heard = [
         (_Prefix(i, prompt, sample), replace(turn, sample=sample))
@@ -167,7 +167,7 @@ def serve_by_prefixes(engine: Engine, request: SampleRequest, turns: Turns, on_p
             watch = _watch_of(request, [(row.place, row.sample) for row in back])
             further = SampleRequest(prompts, 1, settings, request.seed, request.scope, watch, limits=limits)
             started = time.monotonic()
-            sampled_again = engine.serve(further, progress)
+            sampled_again = engine.serve_checked(further, progress)
             round_s = time.monotonic() - started
             heard = [(row, replace(turn, sample=row.sample)) for row, (turn,) in zip(back, sampled_again, strict=True)]
         elif absent:

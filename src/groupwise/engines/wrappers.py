@@ -113,7 +113,7 @@ class SamplingThread:
             raise _Stopped
         if queued.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(queued.ready)
-        return queued.engine.serve(queued.request, note) if queued.request.prompts else []
+        return queued.engine.serve_checked(queued.request, note) if queued.request.prompts else []
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -167,7 +167,7 @@ class DealtEngine(Engine):
         else:
             own = self.world.assigned(sampling_costs(request.prompts, request.samples_per_prompt, request.settings))
         estimated = for_all(on_progress, len(request.prompts), len(own))
-        sampled = self.engine.serve(replace(request, prompts=[request.prompts[i] for i in own]), estimated)
+        sampled = self.engine.serve_checked(replace(request, prompts=[request.prompts[i] for i in own]), estimated)
         everywhere = self.world.all_gather_object(list(zip(own, sampled, strict=True)))
         groups = [completions for _, completions in sorted((pair for part in everywhere for pair in part), key=lambda p: p[0])]
         if on_progress is not None and self.world.size > 1:

@@ -330,7 +330,7 @@ class _WaitingEngine(Engine):
         self.ahead.wait_for_all()
         (slot,) = self.ahead._slots
         slot.take_weights(self.ahead.learner.updates, self.ahead.learner.sharding)
-        return slot.engine.serve(request, on_progress)
+        return slot.engine.serve_checked(request, on_progress)
 
     def refresh(self, policy_version: int) -> None:
         """Nothing: every sample does."""

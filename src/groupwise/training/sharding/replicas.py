@@ -81,7 +81,7 @@ class _Gathering(Engine):
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``. Whoever has no prompts takes part too."""
         with self.sharding.whole():
-            return self.engine.serve(request, on_progress)
+            return self.engine.serve_checked(request, on_progress)
 
     def refresh(self, policy_version: int) -> None:
         self.engine.refresh(policy_version)
