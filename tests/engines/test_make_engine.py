@@ -142,6 +142,12 @@ def test_what_cannot_be_learnt_from_is_refused_where_it_was_sampled(ids, logprob
         Careless().sample(make_prompts([3, 4]), 2, SamplingSettings(max_tokens=4, greedy=greedy), seed=0, scope="s")
 
 
+def test_what_goes_by_the_places_of_all_prompts_is_not_divided(make_prompts):
+    request = SampleRequest(make_prompts([3]), 1, SamplingSettings(max_tokens=4), 0, "s", limits=[2])
+    with pytest.raises(AssertionError, match="by the places of all prompts"):
+        DealtEngine(Forgetful(), World()).serve(request)
+
+
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/own-engine.md"
 
 
