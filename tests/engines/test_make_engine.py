@@ -183,6 +183,8 @@ def test_an_engine_of_ones_own_is_made_of_its_file(my_engine, tiny_llama, tokeni
     told = []
     assert engine.stream(prompts[0], greedy, seed=1, on_text=told.append).text == "".join(told)
     assert (engine.holds_weights, engine.limit, engine.metrics()) == (False, None, {})
+    with pytest.raises(ConfigError, match="OneAtATime draws from all tokens"):
+        make_engine(engine.policy, rollout.model_copy(update={"top_p": 0.5}))
 
 
 def test_a_run_asks_for_weights_of_8_bits_before_it_reads_any(monkeypatch):

@@ -43,11 +43,12 @@ def test_greedy_answers_are_the_engine_s_own(served):
     service = served.service
     prompt = render(Problem("p", [{"role": "user", "content": "Hello"}], ""), service._tokenizer, service.prompt, None)
     ((expected,),) = service.engine.serve(SampleRequest([prompt], 1, SamplingSettings(30, greedy=True), 0, "s"))
-    status, answer = call(served, asking(temperature=0, logprobs=True))
-    assert (status, answer["choices"][0]["message"]["content"]) == (200, expected.text)
-    listed = [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
-    assert listed == pytest.approx(list(expected.logprobs)[: len(listed)], abs=1e-4)
-    assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
+    for more in ({}, {"top_p": 0.1}):  # which changes neither the choice nor the log-probabilities
+        status, answer = call(served, asking(temperature=0, logprobs=True, **more))
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, expected.text)
+        listed = [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
+        assert listed == pytest.approx(list(expected.logprobs)[: len(listed)], abs=1e-4)
+        assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
 
 
 def test_the_same_seed_is_the_same_answer_alone_and_in_company(served):
