@@ -22,6 +22,7 @@ from groupwise.engines.base import SamplingSettings
 from groupwise.errors import ConfigError, ModelError
 from groupwise.evaluation.models import data_overrides
 from groupwise.models.adapters import attach, peft_config_of
+from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder
 from groupwise.models.load import load_policy, with_base
 from groupwise.training.start import _load
 from groupwise.types import Completion
@@ -343,6 +344,14 @@ def test_an_adapter_that_no_run_made_goes_into_the_base_that_it_names(tmp_path):
     for theirs in ("model: {name: Org/Other}", "learning: fast"):
         (tmp_path / "project" / "config.yaml").write_text(theirs)
         assert _settings(adapter, None).model.name == "Org/Base"
+
+
+def test_an_adapter_of_the_embedded_model_is_merged_on_another_machine_too(tmp_path):
+    """Its config has the folder in which the model lay on the first."""
+    base = {"base_model_name_or_path": f"/elsewhere/{embedded_folder().name}", "revision": "v2"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(base))
+    model = _settings(tmp_path, None).model
+    assert (model.name, model.revision) == (EMBEDDED_NAME, None)
 
 
 def test_a_revision_stays_with_the_model_that_it_was_set_for(tiny_model, tmp_path):

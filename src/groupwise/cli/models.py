@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,24 +228,12 @@ def _settings(folder: Path, base: str | None) -> Config:
     from groupwise.chat import run_of
     from groupwise.config import load_config
     from groupwise.config.load import load_run_config
-    from groupwise.errors import ModelError
-    from groupwise.models.folder import is_folder_name
+    from groupwise.models.load import base_under
 
     run = run_of(folder, alone=True)
     if run is not None:
         config = load_run_config(run, ["model.lora=null"])
         same = not base or base == config.model.name
         return config if same else load_run_config(run, ["model.lora=null", "model.revision=null", f"model.name={base}"])
-    try:
-        about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        base_name, revision = about.get("base_model_name_or_path"), about.get("revision")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ModelError(
-            f"{folder / 'adapter_config.json'} cannot be read ({error}): take a whole copy of the adapter"
-        ) from error
-    if base:
-        return load_config(None, {"model.name": base})
-    if not base_name:
-        raise ModelError(f"the adapter in {folder} does not say which model it belongs to: name it with --base")
-    pinned = {"model.revision": revision} if revision and not is_folder_name(str(base_name)) else {}
-    return load_config(None, {"model.name": str(base_name), **pinned})
+    name, revision = (base, None) if base else base_under(folder)
+    return load_config(None, {"model.name": name, "model.revision": revision})

@@ -56,6 +56,7 @@ from groupwise.models.saving import Made, sync, sync_tree, write_tensors
 __all__ = [
     "Policy",
     "attention_for",
+    "base_under",
     "caps_attention",
     "check_adapter",
     "check_model",
@@ -240,11 +241,16 @@ def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
     Any other as it is, and None."""
     if config.name == EMBEDDED_NAME or (adapter := adapter_in(Path(config.name).expanduser())) is None:
         return config, None
+    base, revision = base_under(adapter, config.revision)
+    return config.model_copy(update={"name": base, "revision": revision, "lora": None}), adapter
+
+
+def base_under(adapter: Path, revision: str | None = None) -> tuple[str, str | None]:
+    """``model.name`` of what the adapter in this folder belongs to, and its revision on the Hub, if any: ``revision`` before its own."""
     base, own = base_of(adapter)
     if Path(base).name == embedded_folder().name and not Path(base).is_dir():  # made on another machine
         base = EMBEDDED_NAME
-    revision = None if base == EMBEDDED_NAME or is_folder_name(base) else config.revision or own
-    return config.model_copy(update={"name": base, "revision": revision, "lora": None}), adapter
+    return base, None if base == EMBEDDED_NAME or is_folder_name(base) else revision or own
 
 
 def end_token_ids(tokenizer: Any, hf_config: PretrainedConfig, generation_config: Any = None) -> tuple[int, ...]:
