@@ -251,7 +251,6 @@ def test_a_signal_for_the_run_does_not_reach_the_worker(number: signal.Signals) 
     assert latex_failures().get("crash", 0) == before
 
 
-@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="needs POSIX alarms")
 def test_a_worker_whose_parent_is_gone_ends_itself() -> None:
     script = Path(algebra.__file__).with_name("algebra_worker.py")
     question = json.dumps(["9^{9^{9^{9}}}", "9^{9^{9^{8}}}", -4.5])  # the worker allows five seconds more than it is told

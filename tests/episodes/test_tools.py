@@ -18,8 +18,8 @@ from groupwise.episodes.driver import EpisodeEngine, Episodes
 from groupwise.episodes.formats import FORMATS, Asked, Tags
 from groupwise.episodes.tools import LONGEST_RESULT, Tool, Toolbox, as_text, calculator, describe, load_tools
 from groupwise.errors import ConfigError
-from groupwise.rewards.processes import refusal
 from groupwise.rewards.programs import Programs
+from groupwise.rewards.sandbox import refusal
 from tests.waiting import LONG_S
 
 
@@ -274,7 +274,7 @@ def test_every_builtin_tool_can_be_described() -> None:
 
 # --- python --------------------------------------------------------------------------------------------------------------------
 
-needs_walls = pytest.mark.skipif(bool(refusal(True)), reason=f"no sandbox on this machine: {refusal(True)}")
+needs_walls = pytest.mark.skipif(bool(refusal()), reason=f"no sandbox on this machine: {refusal()}")
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +354,7 @@ def test_python_holds_against_what_a_policy_might_write(name: str, monkeypatch: 
 
 def test_processes_of_python_end_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Programs] = []
-    monkeypatch.setattr("groupwise.episodes.tools.refusal", lambda sandbox: None)
+    monkeypatch.setattr("groupwise.episodes.tools.refusal", lambda: None)
     monkeypatch.setattr(Programs, "close", lambda programs: closed.append(programs))
     tools, engine = load_tools(["python", "calculator"]), SimpleNamespace(close=lambda: None)
     EpisodeEngine(engine, Episodes(tools, None, Tags(), None, 1, LONG_S, 1)).close()  # type: ignore[arg-type]
@@ -362,7 +362,7 @@ def test_processes_of_python_end_with_the_engine(monkeypatch: pytest.MonkeyPatch
 
 
 def test_python_is_refused_where_there_is_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.episodes.tools.refusal", lambda sandbox: "the kernel said no" if sandbox else None)
+    monkeypatch.setattr("groupwise.episodes.tools.refusal", lambda: "the kernel said no")
     with pytest.raises(ConfigError, match=r"rollout\.tools names python, .* the kernel said no; run where it is allowed"):
         load_tools(["python"])
 

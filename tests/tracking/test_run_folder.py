@@ -1,6 +1,7 @@
 """A run's folder never mixes two runs, says what it needs, and keeps no secrets."""
 
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -197,7 +198,7 @@ def test_a_full_disk_later_is_one_clear_sentence(tmp_path, monkeypatch):
         folder.write_records("base", "greedy", [{}])
 
 
-def locks_on_files_alone(fcntl, errno_of_folders, errno_of_files=None):
+def locks_on_files_alone(errno_of_folders, errno_of_files=None):
     """``fcntl.flock`` as on NFS: a handle that is not open for writing has no lock."""
     real = fcntl.flock
 
@@ -212,8 +213,7 @@ def locks_on_files_alone(fcntl, errno_of_folders, errno_of_files=None):
 
 @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EINVAL])
 def test_a_folder_on_nfs_is_locked_by_a_file_in_it(tmp_path, monkeypatch, caplog, number):
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(fcntl, number))
+    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(number))
     first = RunFolder.create(Config(), tmp_path / "run", "x")
     assert first.is_in_use()
     with pytest.raises(ConfigError, match="another run is going on"):
@@ -230,16 +230,14 @@ def test_a_folder_on_nfs_is_locked_by_a_file_in_it(tmp_path, monkeypatch, caplog
 
 
 def test_a_folder_of_nothing_but_its_lock_is_unused(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(fcntl, errno.EBADF))
+    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(errno.EBADF))
     RunFolder(tmp_path).lock()
     assert os.listdir(tmp_path) == [".lock"]
     assert RunFolder.reopen(tmp_path) is None
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(fcntl, errno.ENOLCK, errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(errno.ENOLCK, errno.ENOLCK))
     folder = RunFolder.create(Config(), tmp_path / "run", "x")
     assert not folder.is_in_use()
     (said,) = caplog.messages

@@ -245,5 +245,4 @@ def _renew_after_fork() -> None:
     _CHECKER = _Checker()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)
+os.register_at_fork(after_in_child=_renew_after_fork)

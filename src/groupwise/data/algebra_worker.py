@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import sys
 from typing import Any
@@ -27,20 +28,17 @@ COMMAND, ELEMENT_OF = re.compile(r"\\[A-Za-z]+"), re.compile(r"(.*?)\\in(?![A-Za
 
 def limit_memory() -> None:
     try:
-        import resource
-
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    except (ImportError, ValueError, OSError):
+    except (ValueError, OSError):
         pass  # no such limit on this system; the time limit remains
 
 
 def die_after(seconds: float) -> None:
     """Outlive a parent that was killed itself by a few seconds only. The default action ends even a loop in C; 0 disarms."""
-    if hasattr(signal, "alarm"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(math.ceil(seconds))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(math.ceil(seconds))
 
 
 def equal(answer: str, reference: str) -> bool:
@@ -104,7 +102,7 @@ def _same(one: Any, other: Any) -> bool:
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints must not end up among the replies
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # for the parent, which closes our input when it ends
     limit_memory()
     import math_verify  # noqa: F401

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 __all__ = [
-    "HANGUP", "LAUNCHER", "SAVING", "SECRET", "cores_per_process", "held_port", "launch", "on_this_machine", "stop_signals",
+    "LAUNCHER", "SAVING", "SECRET", "cores_per_process", "held_port", "launch", "on_this_machine", "stop_signals",
 ]  # fmt: skip
 
 LAUNCHER = "GROUPWISE_LAUNCHER"
@@ -126,11 +126,7 @@ def held_port() -> Iterator[int]:
         yield port
 
 
-HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
-"""The terminal was closed: its window was closed, or the connection to the machine broke."""
-
-
 def stop_signals() -> list[signal.Signals]:
     """SIGTERM, SIGINT, and SIGHUP unless whoever started this process had it ignored, as nohup does."""
-    heard = HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT, *([HANGUP] if heard and HANGUP is not None else [])]
+    hung_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    return [signal.SIGTERM, signal.SIGINT, *hung_up]

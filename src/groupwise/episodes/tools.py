@@ -21,8 +21,8 @@ from groupwise.episodes.formats import Asked
 from groupwise.errors import ConfigError
 from groupwise.importing import import_member, in_one_line, nearest
 from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit
-from groupwise.rewards.processes import refusal
 from groupwise.rewards.programs import Programs
+from groupwise.rewards.sandbox import refusal
 from groupwise.types import ToolCall
 
 __all__ = ["BUILTIN", "Tool", "Toolbox", "arguments_by_name", "calculator", "load_tools"]
@@ -296,7 +296,7 @@ def _bits(value: float) -> int:
 
 def programs_in_sandbox(timeout_s: float) -> Programs:
     """Raises ConfigError where there is no sandbox on this machine."""
-    if refused := refusal(True):
+    if refused := refusal():
         raise ConfigError(
             f"rollout.tools names python, which runs what the policy writes in a sandbox, and this machine does not allow that: {refused}; "
             "run where it is allowed, or leave it out"

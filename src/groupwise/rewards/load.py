@@ -18,7 +18,7 @@ from groupwise.config.rewards import Isolation, RewardFunctionConfig, RewardMode
 from groupwise.errors import RewardError
 from groupwise.importing import import_member, in_one_line, looks_like_file, nearest
 from groupwise.rewards.functions import builtin_rewards, environment, environment_turns
-from groupwise.rewards.processes import refusal
+from groupwise.rewards.sandbox import refusal
 from groupwise.rewards.scores import Shaper
 
 __all__ = [
@@ -159,10 +159,10 @@ def load_reward(
     else:
         name, function, source = spec, _built_in(spec, extra), "built-in"
     _require_function(spec, function)
-    if config.isolate and (refused := refusal(config.isolate == "sandbox")):
+    if config.isolate == "sandbox" and (refused := refusal()):
         raise RewardError(
-            f"reward {spec!r} has isolate={config.isolate}, but this machine does not allow that: {refused}; run where it is allowed"
-            + (", or set isolate: process if its code and what it runs can be trusted" if config.isolate == "sandbox" else "")
+            f"reward {spec!r} has isolate=sandbox, but this machine does not allow that: {refused}; run where it is allowed, or set "
+            "isolate: process if its code and what it runs can be trusted"
         )
     accepted, required = _read_signature(spec, function, config.arguments, built_in=source == "built-in")
     if source == "built-in":

@@ -18,6 +18,7 @@ import numbers
 import os
 import pickle
 import random
+import resource
 import select
 import signal
 import struct
@@ -199,8 +200,6 @@ def wait_and_clean_up(child: int, lifeline: int, woken: int) -> None:
             break
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        import resource  # POSIX alone has it
-
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)

@@ -20,9 +20,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from groupwise.errors import printable
+from groupwise.rewards import sandbox as walls
 from groupwise.rewards.scores import CallRaised, CallTimedOut, StepRewards
 
-__all__ = ["ProcessPool", "refusal"]
+__all__ = ["ProcessPool"]
 
 START_LIMIT_S = 300.0
 """Time limit for starting Python and importing the reward files, which may import much."""
@@ -34,17 +35,6 @@ LEAST_BYTES, BYTES_PER_BYTE = 1 << 20, 64
 """The longest reply, whatever the request, and for each byte of the request: more than a reward and a place for each of its tokens take."""
 _LONGEST_TOLD = 1000
 """Characters of what a process says went wrong."""
-
-
-def refusal(sandbox: bool) -> str | None:
-    """Why isolated functions cannot be had on this machine, as the end of a sentence; None where they can."""
-    if os.name != "posix":
-        return "isolated functions need Linux or macOS"
-    if not sandbox:
-        return None
-    from groupwise.rewards.sandbox import refusal as of_the_sandbox  # what it imports is not there on every system
-
-    return of_the_sandbox()
 
 
 class _Gone(Exception):
@@ -241,9 +231,7 @@ def _kill_all(workers: set[_Worker]) -> None:
 
 def _walls() -> tuple[list[tuple[str, str, str]], dict[str, str]]:
     """What a sandbox shows, and its environment."""
-    from groupwise.rewards import sandbox
-
-    return [(step.path, step.kind, step.target) for step in sandbox.plan(*sandbox.readable())], sandbox.environment()
+    return [(step.path, step.kind, step.target) for step in walls.plan(*walls.readable())], walls.environment()
 
 
 def _exactly(read: Callable[[int], bytes], length: int) -> bytes:

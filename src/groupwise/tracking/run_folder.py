@@ -6,6 +6,7 @@ A run that resumes is taken back to a step first (`cut_back`), so that nothing i
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -326,10 +327,6 @@ def flock(path: Path, *, shared: bool) -> int | None:
 
     NFS makes locks of ranges of bytes of these, for which a handle must be open for writing: a folder's cannot be, and a file's can.
     """
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return None
     for place, flags in ((path, os.O_RDONLY), (path / LOCK_FILE, os.O_RDWR | os.O_CREAT)):
         handle = None
         try:

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from groupwise.distributed.launch import HANGUP, stop_signals
+from groupwise.distributed.launch import stop_signals
 
 __all__ = ["AbandonStep", "StopSignals"]
 
@@ -96,7 +96,7 @@ class StopSignals:
             if now - self._terminated < _SAME_S:
                 return
             self._terminated = now
-        self._asked += number != HANGUP
+        self._asked += number != signal.SIGHUP
         if self._asked > 1:
             os._exit(128 + number)
         if self.received is not None:
