@@ -315,7 +315,7 @@ def _read_saved(folder: Path, split: str) -> Table:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:
         raise DataError(
-            f"{str(folder)!r} cannot be loaded as a save_to_disk folder ({_first_line(error)}): write it again"
+            f"{str(folder)!r} cannot be loaded as a save_to_disk folder ({in_one_line(error)}): write it again"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
@@ -343,7 +343,7 @@ def _read_hub(source: str, split: str, subset: str | None) -> Table:
     except Exception as error:
         raise DataError(
             f"data source {source!r} is no local file, and the Hub gives no data set {name!r} with split {split!r} "
-            f"({_first_line(error)}): check the name, data.subset, data.split and the network{_or_a_copy(known is not None)}"
+            f"({in_one_line(error)}): check the name, data.subset, data.split and the network{_or_a_copy(known is not None)}"
         ) from error
     return _dataset_table(loaded, name.rpartition("/")[2], split)
 
@@ -407,10 +407,6 @@ def _or_a_copy(known: bool) -> str:
 
 def _looks_like_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source or source.lower().endswith(SUFFIXES)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def _dataset_table(loaded: Any, label: str, split: str) -> Table:

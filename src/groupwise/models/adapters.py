@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import ModelError
+from groupwise.importing import in_one_line
 from groupwise.models.devices import has_device_map
 from groupwise.models.logprobs import Scored
 from groupwise.models.merging import is_adapted_layer, merged_weight
@@ -140,9 +141,8 @@ def load_trained(policy: Any, folder: Path) -> Any:
             if loaded.unexpected_keys:
                 raise ValueError(f"no place for {loaded.unexpected_keys[0]}")
     except (KeyError, OSError, RuntimeError, TypeError, UserWarning, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"the adapter in {folder} does not fit {policy.name} ({reason}): name its own base with --base"
+            f"the adapter in {folder} does not fit {policy.name} ({in_one_line(error)}): name its own base with --base"
         ) from error
     return replace(policy, model=model.eval())
 

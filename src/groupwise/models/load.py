@@ -23,6 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
+from groupwise.importing import in_one_line
 from groupwise.memory import blocks_of_their_own, own_memory
 from groupwise.models.adapters import (
     attach,
@@ -530,12 +531,9 @@ def _explained(config: ModelConfig, what: str) -> Iterator[None]:
 
 
 def _explanation(config: ModelConfig, what: str, error: Exception) -> str:
-    reason = " ".join(str(error).split())
-    needs_code = "trust_remote_code" in reason
-    reason = reason if len(reason) <= 300 else reason[:300] + " ..."
-    if needs_code:
+    if "trust_remote_code" in str(error):
         return (
             f"model {config.name!r} brings Python code of its own: if you trust its source, add model.trust_remote_code=true to the "
             "command (--trust-remote-code of generate and merge)"
         )
-    return f"the {what} of model {config.name!r} cannot be loaded ({type(error).__name__}: {reason}): check its files"
+    return f"the {what} of model {config.name!r} cannot be loaded ({in_one_line(error)}): check its files"

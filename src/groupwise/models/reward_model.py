@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from groupwise.config.rewards import RewardModelConfig
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError, RewardError
+from groupwise.importing import in_one_line
 from groupwise.memory import own_memory
 from groupwise.metrics import Mean, Metric
 from groupwise.models.adapters import base_module, is_adapted
@@ -129,10 +130,7 @@ def load_classifier(config: RewardModelConfig) -> PreTrainedModel:
                     **origin_of(of_model),
                 )
         except (ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ModelError(
-                f"model {config.name!r} cannot be loaded ({type(error).__name__}: {reason}): check its files"
-            ) from error
+            raise ModelError(f"model {config.name!r} cannot be loaded ({in_one_line(error)}): check its files") from error
         model, info = loaded
         device = resolve_device(config.device)
         if device.type == "cpu":
@@ -312,10 +310,9 @@ class RewardModel:
             turns = [*asked, *said]
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **self.settings.template_arguments))
         except Exception as error:  # a template is a program of the checkpoint's, and raises what it likes
-            reason = " ".join(str(error).split())[:200]
             raise RewardError(
                 f"the chat template of the reward model {self.settings.name!r} refuses a conversation of the roles "
-                f"{', '.join(str(turn['role']) for turn in turns)} ({reason}): set its show_system_prompt: false, or form: text"
+                f"{', '.join(str(turn['role']) for turn in turns)} ({in_one_line(error)}): set its show_system_prompt: false, or form: text"
             ) from error
 
     def _shown(self, prompt: Any) -> Any:

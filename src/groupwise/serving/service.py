@@ -19,6 +19,7 @@ from groupwise.episodes import describe_tools
 from groupwise.episodes.formats import FORMATS, CallFormat, format_of_template
 from groupwise.episodes.templates import TurnTemplate
 from groupwise.errors import ConfigError, ModelError
+from groupwise.importing import in_one_line
 from groupwise.models.load import Policy
 from groupwise.serving.answering import Answer
 from groupwise.serving.asking import Ask, Refused, read_ask
@@ -140,8 +141,8 @@ class Service:
             with self._lock:
                 prompt = render(Problem("chat", messages, ""), self._tokenizer, self.prompt, system, tools)  # type: ignore[arg-type]
         except ModelError as error:
-            why = " ".join(str(error.__cause__ or error).split())
-            raise Refused(f"the model's chat template refuses these messages ({why:.300})", "messages") from error
+            why = in_one_line(error.__cause__ or error)
+            raise Refused(f"the model's chat template refuses these messages ({why})", "messages") from error
         return prompt.token_ids
 
 

@@ -250,7 +250,7 @@ class WandbTracker(NumericTracker):
                 settings=settings,
             )
         except wandb.errors.UsageError as error:
-            first = str(error).strip().splitlines()[0]
+            first = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"output.trackers names wandb, which cannot start ({first}): run `wandb login`, or set output.offline to true and send "
                 "the records later with `wandb sync`"

@@ -637,9 +637,8 @@ class Runner:
                 self._graph, self._captured = self._capture(step), step
             except RuntimeError as error:
                 self._launches = True
-                self.tell(
-                    f"a CUDA graph could not be captured ({str(error).splitlines()[0]}): steps are launched one by one instead"
-                )
+                why = str(error).partition("\n")[0]
+                self.tell(f"a CUDA graph could not be captured ({why}): steps are launched one by one instead")
                 self._once(step)
                 return
         self._graph.replay()

@@ -27,6 +27,7 @@ from groupwise.engines.vllm.protocol import (
 )
 from groupwise.engines.vllm.transfer import Adapter, Source
 from groupwise.errors import ConfigError
+from groupwise.importing import in_one_line
 
 __all__ = ["Client"]
 
@@ -72,7 +73,7 @@ class Client:
         try:
             told = answer.readline()
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.where} broke off ({_brief(error)})") from error
+            raise Unreachable(f"{self.where} broke off ({in_one_line(error)})") from error
         if not told:
             raise Unreachable(f"{self.where} broke off before it answered")
         return answer.close
@@ -159,7 +160,7 @@ class Client:
         try:
             yield from answer
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.where} broke off ({_brief(error)})") from error
+            raise Unreachable(f"{self.where} broke off ({in_one_line(error)})") from error
 
     def _row(self, line: bytes) -> dict[str, Any]:
         try:
@@ -184,7 +185,7 @@ class Client:
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise Unreachable(f"{self.where} does not answer ({_brief(error)})") from error
+            raise Unreachable(f"{self.where} does not answer ({in_one_line(error)})") from error
 
     def _headers(self, method: str, path: str) -> dict[str, str]:
         """The secret is found again where a server has made one meanwhile."""
@@ -198,7 +199,7 @@ class Client:
         try:
             values = json.loads(answer.read())
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.where} broke off ({_brief(error)})") from error
+            raise Unreachable(f"{self.where} broke off ({in_one_line(error)})") from error
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict):
@@ -218,7 +219,3 @@ class Client:
         if "refused" in values or answer.status != 200:
             raise Refused(str(values.get("refused", f"{self.where} answered with status {answer.status}")))
         return values
-
-
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
