@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError, ModelError, TrainingError
 from groupwise.metrics import Metric
@@ -15,7 +15,7 @@ from groupwise.types import Completion, Prompt
 if TYPE_CHECKING:
     from groupwise.engines.wrappers import RowLimit
 
-__all__ = ["COLDEST", "Engine", "Progress", "SampleRequest", "SamplingSettings", "Watch", "refuse_unknown"]
+__all__ = ["COLDEST", "Engine", "Progress", "SampleRequest", "SamplingSettings", "Watch", "refuse_unknown", "text_of"]
 
 
 COLDEST = 1e-6
@@ -91,6 +91,11 @@ class SampleRequest:
     def limit_of(self, index: int) -> int:
         """The longest completion of a prompt, by its place."""
         return self.limits[index] if self.limits else self.settings.max_tokens
+
+
+def text_of(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of a completion's tokens: without special ones, and with spaces as they were sampled."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def refuse_unknown(prompts: Sequence[Prompt], rows: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, refuse_unknown
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, refuse_unknown, text_of
 from groupwise.engines.builtin.draw import Draw, key_further, seed_key
 from groupwise.engines.wrappers import RowLimit
 from groupwise.errors import ModelError
@@ -93,7 +93,7 @@ class TransformersEngine(Engine):
         sequence = _Sequence(prompt, 0, seed_key(seed, "stream", prompt.problem.id, 0, prompt.occurrence), settings.max_tokens)
         shown = ""
         for _ in self._decode([sequence], settings):
-            text = self._text(sequence.tokens)
+            text = text_of(self.tokenizer, sequence.tokens)
             if text.startswith(shown) and not text.endswith("\ufffd"):
                 on_text(text[len(shown) :])
                 shown = text
@@ -101,12 +101,9 @@ class TransformersEngine(Engine):
         on_text(completion.text[len(shown) :])
         return completion
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
     def _completion(self, sequence: _Sequence, settings: SamplingSettings) -> Completion:
         return Completion(
-            text=self._text(sequence.tokens),
+            text=text_of(self.tokenizer, sequence.tokens),
             token_ids=tuple(sequence.tokens),
             logprobs=tuple(sequence.logprobs),
             finish_reason="stop" if sequence.tokens[-1] in self.end_token_ids else "length",

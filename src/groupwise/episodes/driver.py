@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from groupwise.engines.base import Engine, Progress, SampleRequest
+from groupwise.engines.base import Engine, Progress, SampleRequest, text_of
 from groupwise.engines.turns import GRACE_S, TurnEngine, Turns, serve_by_prefixes, turn_name
 from groupwise.engines.wrappers import RowLimit
 from groupwise.episodes.environments import (
@@ -446,6 +446,4 @@ class _Episode:
         )  # fmt: skip
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        return self.episodes.template.tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )  # type: ignore[no-any-return]
+        return text_of(self.episodes.template.tokenizer, token_ids)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from groupwise.engines.base import Engine, SampleRequest, SamplingSettings
+from groupwise.engines.base import Engine, SampleRequest, SamplingSettings, text_of
 from groupwise.importing import in_one_line
 from groupwise.memory import ran_out_on_device
 from groupwise.types import Problem, Prompt
@@ -63,11 +63,8 @@ class _Text:
 
     def rest(self) -> str:
         """What the last tokens stand for, if no more came."""
-        before = self._decode(self._ids[self._from : self._read])
-        return self._decode(self._ids[self._from :])[len(before) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
+        before = text_of(self._tokenizer, self._ids[self._from : self._read])
+        return text_of(self._tokenizer, self._ids[self._from :])[len(before) :]
 
 
 def pieces_of(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:

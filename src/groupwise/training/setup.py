@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -31,6 +32,7 @@ from groupwise.data.prompts import (
 from groupwise.data.sources import ProblemSet, has_answers, load_problems
 from groupwise.distributed import is_first_process, world_size
 from groupwise.engines import check_engine, check_quantization
+from groupwise.engines.base import text_of
 from groupwise.engines.vllm.engine import check_vllm
 from groupwise.episodes import Episodes, open_episodes, render_episode
 from groupwise.errors import ConfigError, ModelError
@@ -168,7 +170,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     check_quantization(config, hf_config)
     if said := unknown_arguments(tokenizer, config.prompt):
         raise ModelError(said)
-    suite.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    suite.decode = partial(text_of, tokenizer)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)), open_agents)
     check_sharding(config, hf_config, processes)
     own_context = context_length(hf_config, tokenizer)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, refuse_unknown
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, refuse_unknown, text_of
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.chunked_prefill import MissingTokens, PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights, decode
@@ -288,7 +288,7 @@ class BuiltinEngine(Engine):
         return done[0]
 
     def decode_text(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text_of(self.tokenizer, tokens)
 
 
 def takes_native(decoder: Decoder) -> bool:

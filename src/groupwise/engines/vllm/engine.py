@@ -22,7 +22,7 @@ import torch
 from groupwise.config.combinations import refuse_with_vllm
 from groupwise.config.schema import RolloutConfig, VllmConfig
 from groupwise.distributed import World
-from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, text_of
 from groupwise.engines.builtin.draw import seed_key
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.protocol import (
@@ -189,7 +189,7 @@ class VllmEngine(Engine):
         def show(piece: Sequence[int]) -> None:
             nonlocal shown
             tokens.extend(piece)
-            text = self._text(tokens)
+            text = text_of(self.policy.tokenizer, tokens)
             if text.startswith(shown) and not text.endswith("\ufffd"):
                 on_text(text[len(shown) :])
                 shown = text
@@ -285,13 +285,10 @@ class VllmEngine(Engine):
     def _completion(self, row: dict[str, Any], sample: int, version: int, settings: SamplingSettings) -> Completion:
         tokens = row["tokens"]
         return Completion(
-            text=self._text(tokens), token_ids=tuple(tokens), logprobs=tuple(row["logprobs"]), sample=sample,
+            text=text_of(self.policy.tokenizer, tokens), token_ids=tuple(tokens), logprobs=tuple(row["logprobs"]), sample=sample,
             finish_reason="stop" if tokens[-1] in self.end_token_ids else "length", policy_version=version,
             temperature=settings.temperature,
         )  # fmt: skip
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self.policy.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @property
     def _vocabulary(self) -> int:
