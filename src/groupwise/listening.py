@@ -46,10 +46,22 @@ class BoundedServer(ThreadingHTTPServer):
     request_queue_size = 128  # many agents begin at once
 
     def __init__(self, address: tuple[str, int], handler: Any, connections: int) -> None:
-        self._free = threading.BoundedSemaphore(connections)
+        self._host, self._free = address[0], threading.BoundedSemaphore(connections)
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, handler)
+
+    @property
+    def url(self) -> str:
+        return http_address(self._host, self.server_port)
+
+    def begin(self) -> None:
+        """Answer in threads of its own until ``end``."""
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="groupwise-server", daemon=True).start()
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):

@@ -13,7 +13,6 @@ import os
 import secrets
 import select
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from groupwise.config.schema import Config
 from groupwise.errors import TrainingError
 from groupwise.importing import in_one_line
-from groupwise.listening import BoundedServer, Handler, TooMuch, checked_secret, http_address, is_loopback, listening_error
+from groupwise.listening import BoundedServer, Handler, TooMuch, checked_secret, is_loopback, listening_error
 from groupwise.serving.asking import Refused
 from groupwise.serving.service import Exchange, open_service
 
@@ -77,14 +76,11 @@ class Server:
         own = {"service": service, "secret": key, "host": host, "began": int(time.time())}
         self.service = service
         self._http = BoundedServer((host, port), type("Handler", (handler or ChatHandler,), own), connections)
-        self.port = self._http.server_address[1]
-        self.url = f"{http_address(host, self.port)}/v1"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
-        self._thread.start()
+        self.port, self.url = self._http.server_port, f"{self._http.url}/v1"
+        self._http.begin()
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.end()
         self.service.close()
 
     def wait(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 from groupwise.engines.vllm.protocol import BeginAgain, Broken, Job, Refused, StaleWeights, find_secret, settings_from
 from groupwise.engines.vllm.service import MOST_BYTES, Service
 from groupwise.engines.vllm.transfer import Adapter
-from groupwise.listening import BoundedServer, Handler, TooMuch, http_address
+from groupwise.listening import BoundedServer, Handler, TooMuch
 
 __all__ = ["Server"]
 
@@ -35,17 +34,14 @@ class Server:
         own = {"service": service, "holders": self._holders, "secret": secret or find_secret(make=True), "host": host}
         self._handler: Any = type("Handler", (_Handler,), own)
         self._http = BoundedServer((host, port), self._handler, _MOST_CONNECTIONS)
-        self.port = self._http.server_address[1]
-        self.url = http_address(host, self.port)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="groupwise-server", daemon=True)
-        self._thread.start()
+        self.port, self.url = self._http.server_port, self._http.url
+        self._http.begin()
 
     def open(self, service: Service) -> None:
         self.service = self._handler.service = service
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.end()
         for connection in list(self._holders):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
