@@ -278,18 +278,12 @@ def test_without_a_login_wandb_is_refused_before_the_run(tmp_path, monkeypatch):
         make_trackers(config, folder, None)
 
 
-def wandb_that_knows(monkeypatch, create_new, active=None):
-    """A stand-in for the package, whose process has the run ``active``; returns what its ``init`` is given."""
+def stand_in_for_wandb(monkeypatch):
+    """Returns what its ``init`` is given."""
     begun = []
-
-    def settings(reinit=None, **others):
-        if reinit == "create_new" and not create_new:
-            raise ValueError("reinit")
-        return reinit
-
     run = SimpleNamespace(define_metric=lambda *_, **__: None)
     errors = SimpleNamespace(UsageError=KeyError)
-    package = SimpleNamespace(Settings=settings, run=active, errors=errors, init=lambda **given: (begun.append(given), run)[1])
+    package = SimpleNamespace(Settings=dict, errors=errors, init=lambda **given: (begun.append(given), run)[1])
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return begun
@@ -297,15 +291,9 @@ def wandb_that_knows(monkeypatch, create_new, active=None):
 
 def test_a_run_of_wandb_that_the_caller_has_is_neither_taken_nor_finished(tmp_path, monkeypatch):
     config, folder = folder_with(tmp_path, "output.trackers=[wandb]")
-    begun = wandb_that_knows(monkeypatch, create_new=True, active="the caller's")
+    begun = stand_in_for_wandb(monkeypatch)
     WandbTracker(config, folder, 0)
-    old = wandb_that_knows(monkeypatch, create_new=False)
-    WandbTracker(config, folder, 0)
-    assert [given["settings"] for given in (*begun, *old)] == ["create_new", None]
-    old = wandb_that_knows(monkeypatch, create_new=False, active="the caller's")
-    with pytest.raises(RuntimeError, match=r"finish it, or install wandb 0\.19\.10"):
-        WandbTracker(config, folder, 0)
-    assert not old
+    assert [given["settings"]["reinit"] for given in begun] == ["create_new"]
 
 
 @pytest.mark.parametrize("how", ["setting", "environment", "online"])
@@ -313,7 +301,7 @@ def test_parts_of_a_run_that_is_resumed_offline_are_sent_as_runs_of_one_group(tm
     """By one id, `wandb sync` would replace each by the next."""
     offline = ["output.offline=true"] if how == "setting" else []
     config, folder = folder_with(tmp_path, "output.trackers=[wandb]", *offline)
-    begun = wandb_that_knows(monkeypatch, create_new=True)
+    begun = stand_in_for_wandb(monkeypatch)
     if how == "environment":
         monkeypatch.setenv("WANDB_MODE", "offline")
     for done in (0, 20):

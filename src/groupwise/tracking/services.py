@@ -207,33 +207,16 @@ START_TIMEOUT_S = 60.0
 
 class WandbTracker(NumericTracker):
     """Logs each step under our own axis, so that a run which is resumed draws over what it did again. A run of the caller's in the same
-    process is left alone.
-
-    Raises:
-        RuntimeError: there is one, beside which this wandb begins no other.
-        ConfigError: nobody is logged in.
-    """
+    process is left alone. Raises ConfigError where nobody is logged in."""
 
     def __init__(self, config: Config, folder: RunFolder, done: int) -> None:
         import wandb
 
         super().__init__(done)
         # Its metadata would hold the command as it was typed, with whatever keys stand in it; environment.json has it without them.
-        quiet = {
-            "init_timeout": START_TIMEOUT_S,
-            "console": "off",
-            "silent": True,
-            "x_disable_stats": True,
-            "x_disable_meta": True,
-        }
-        try:
-            settings = wandb.Settings(**quiet, reinit="create_new")
-        except ValueError as error:  # before 0.19.10
-            if wandb.run is not None:
-                raise RuntimeError(
-                    "a run of wandb is active here already: finish it, or install wandb 0.19.10 or newer"
-                ) from error
-            settings = wandb.Settings(**quiet)
+        settings = wandb.Settings(
+            init_timeout=START_TIMEOUT_S, console="off", silent=True, x_disable_stats=True, x_disable_meta=True, reinit="create_new"
+        )
         offline = config.output.offline or os.environ.get("WANDB_MODE") == "offline"
         # `wandb sync` sends each part of a run that was resumed offline as a whole run: by the same id it would replace the ones before.
         part = f"{folder.tracking_id}-from-{done}" if offline and done else folder.tracking_id
