@@ -34,9 +34,11 @@ from benchmarks.shapes import SHAPES, random_groups, random_policy, random_promp
 from groupwise.config.schema import Config
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.builtin import engine as builtin
+from groupwise.engines.builtin import runner as running
 from groupwise.engines.builtin.decode import decoding_kernels_fit
-from groupwise.engines.builtin.engine import BuiltinEngine, Runner
+from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.builtin.fast_paths import check_fast_paths
+from groupwise.engines.builtin.runner import Runner
 from groupwise.engines.wrappers import SamplingThread
 from groupwise.memory import peak_memory_bytes, reset_peak_memory
 from groupwise.models import attention
@@ -80,7 +82,7 @@ def _prompts(count: int, longest: int, shape: str, seed: int) -> list[Prompt]:
 @contextmanager
 def _bursts(steps: int) -> Iterator[None]:
     """Decode steps between two looks at the tokens."""
-    with mock.patch.dict(builtin.BURSTS, {"cpu": steps, "cuda": steps}):
+    with mock.patch.dict(running.BURSTS, {"cpu": steps, "cuda": steps}):
         yield
 
 
@@ -368,7 +370,7 @@ def _graphs(place: Place) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(builtin, "GRAPHS", {"cpu"}),
+        mock.patch.object(running, "GRAPHS", {"cpu"}),
         mock.patch.object(Runner, "_capture", lambda runner, step: _Stand(runner, step)),
     ):
         yield

@@ -16,6 +16,7 @@ from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import cache as cache_module
 from groupwise.engines.builtin import decode as decode_module
 from groupwise.engines.builtin import engine as engine_module
+from groupwise.engines.builtin import runner as runner_module
 from groupwise.engines.builtin.decode import why_not_in_8_bits
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.models.decoder import Decoder
@@ -143,7 +144,7 @@ def test_samples_do_not_depend_on_how_many_steps_run_between_two_looks(
     """What GPUs do: ended rows are carried along, and leave when they are many."""
     prompts = make_prompts(LENGTHS)
     single = make_engine(max_rows=rows).sample(prompts, 4, SAMPLED, seed=3, scope="s")
-    monkeypatch.setitem(engine_module.BURSTS, "cpu", burst)
+    monkeypatch.setitem(runner_module.BURSTS, "cpu", burst)
     progress = []
     engine = make_engine(max_rows=rows)
     bursts = engine.sample(prompts, 4, SAMPLED, seed=3, scope="s", on_progress=lambda *now: progress.append(now))
@@ -161,9 +162,9 @@ def test_graphs_outlive_rows_that_come_and_go(rows, make_engine, make_prompts, i
     engine = make_engine(max_rows=rows)
     prompts = make_prompts([5, 1, 17, 9, 3, 8, 2, 4])
     single = engine.sample(prompts, 6, SAMPLED, seed=3, scope="s")
-    monkeypatch.setitem(engine_module.BURSTS, "cpu", 2)
-    monkeypatch.setattr(engine_module, "GRAPHS", {"cpu"})
-    monkeypatch.setattr(engine_module.Runner, "_capture", lambda runner, step: captured.append(step) or _Stand(runner, step))
+    monkeypatch.setitem(runner_module.BURSTS, "cpu", 2)
+    monkeypatch.setattr(runner_module, "GRAPHS", {"cpu"})
+    monkeypatch.setattr(runner_module.Runner, "_capture", lambda runner, step: captured.append(step) or _Stand(runner, step))
     monkeypatch.setattr(engine_module.DecodeStep, "plan", lambda *a, **k: planned.append(k["spare_up_to"]) or plan(*a, **k))
     assert ids_of(engine.sample(prompts, 6, SAMPLED, seed=3, scope="s")) == ids_of(single)
     assert len(captured) <= 0.7 * len(planned), f"{len(captured)} of {len(planned)}: most graphs are good for more than one plan"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, Qwen2Co
 from typer.testing import CliRunner
 
 from groupwise.cli import app
-from groupwise.engines.builtin import decode, engine, fast_paths
+from groupwise.engines.builtin import decode, fast_paths, runner
 from groupwise.engines.builtin.fast_paths import FastPath, check_fast_paths, choose
 from groupwise.models import attention, layer, ops, varlen_attention
 from groupwise.models.native import build, calls
@@ -340,9 +340,9 @@ def test_a_captured_graph_is_compared_with_launched_steps(monkeypatch):
 
     decoder = fast_paths._small(SHAPE, torch.float32, CPU)
     path = next(p for p in fast_paths.fast_paths() if p.name == "captured graphs")
-    path = replace(path, switch=lambda yes: setattr(engine, "GRAPHS", frozenset({"cpu"}) if yes else frozenset()), slack=100.0)
-    monkeypatch.setattr(engine, "GRAPHS", frozenset())
-    monkeypatch.setattr(engine.Runner, "_capture", lambda runner, step: _Stand(runner, step))
+    path = replace(path, switch=lambda yes: setattr(runner, "GRAPHS", frozenset({"cpu"}) if yes else frozenset()), slack=100.0)
+    monkeypatch.setattr(runner, "GRAPHS", frozenset())
+    monkeypatch.setattr(runner.Runner, "_capture", lambda its, step: _Stand(its, step))
     assert choose(path, decoder)[0].taken
     monkeypatch.setattr(_Stand, "__init__", lambda self, runner, step: setattr(self, "replay", lambda: None))
     assert "apart" in choose(path, decoder)[0].why

@@ -18,6 +18,7 @@ from groupwise.engines.base import SampleRequest as Request
 from groupwise.engines.builtin import cache as cache_module
 from groupwise.engines.builtin import chunked_prefill
 from groupwise.engines.builtin import engine as engine_module
+from groupwise.engines.builtin import runner as runner_module
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep
 from groupwise.engines.builtin.engine import BuiltinEngine
@@ -210,7 +211,7 @@ def test_rows_that_leave_and_come_back_change_nobodys_tokens(
     prompts = make_prompts(LENGTHS)
     at_once = play(builtin(family()), prompts)
     assert counted == {"left": 0, "given up": 0}
-    monkeypatch.setitem(engine_module.BURSTS, "cpu", burst)
+    monkeypatch.setitem(runner_module.BURSTS, "cpu", burst)
     found = play(builtin(family(), max_rows=max_rows), prompts, grace_s=0.0, late=late)
     assert counted["left"] > 5
     assert (counted["given up"] > 0) == (max_rows < 15)
@@ -248,7 +249,7 @@ def test_a_turn_may_end_with_the_last_token_that_there_is_room_for(burst, tiny_l
     plain = run()
     monkeypatch.setattr(engine_module, "takes_native", lambda decoder: False)
     monkeypatch.setitem(cache_module.CACHE_ROOM, "cpu", 1)  # the table's room is then what is asked for
-    monkeypatch.setitem(engine_module.BURSTS, "cpu", burst)
+    monkeypatch.setitem(runner_module.BURSTS, "cpu", burst)
     carried = run()
     assert [(name, turn.token_ids) for name, turn in carried] == [(name, turn.token_ids) for name, turn in plain]
     for (_, turn), (_, other) in zip(carried, plain, strict=True):
@@ -282,10 +283,10 @@ def test_graphs_hold_for_rows_that_leave_come_back_and_are_given_tokens(max_rows
     captured, taken, replayed, take = [], [], Frozen.replays, DecodeStep.take
     monkeypatch.setitem(cache_module.CACHE_ROOM, "cpu", 24)
     monkeypatch.setattr(DecodeStep, "take", lambda step, other: taken.append(take(step, other)) or taken[-1])
-    monkeypatch.setitem(engine_module.BURSTS, "cpu", 3)
-    monkeypatch.setattr(engine_module, "GRAPHS", {"cpu"})
+    monkeypatch.setitem(runner_module.BURSTS, "cpu", 3)
+    monkeypatch.setattr(runner_module, "GRAPHS", {"cpu"})
     monkeypatch.setattr(
-        engine_module.Runner,
+        runner_module.Runner,
         "_capture",
         lambda runner, step: captured.append(int((step.keys == 0).sum())) or Frozen(runner, step),
     )

@@ -13,8 +13,8 @@ import torch
 
 from groupwise.config.schema import OptimizerConfig
 from groupwise.engines.base import SampleRequest, SamplingSettings
-from groupwise.engines.builtin import engine
-from groupwise.engines.builtin.engine import Runner
+from groupwise.engines.builtin import runner as runner_module
+from groupwise.engines.builtin.runner import Runner
 from groupwise.engines.wrappers import QueuedRequest, SamplingThread
 from groupwise.memory import DEVICE_WIDE, reclaim_memory
 from groupwise.training.optimizer import MasterAdamW
@@ -191,7 +191,7 @@ def test_a_burst_after_the_first_replays_all_its_steps_but_where_rows_are_given_
     """A launched step takes three times as long as a replayed one (H200, 1.5B): it was one of sixteen."""
     seen = []
     runner = Runner(None, None, None, None)
-    monkeypatch.setattr(engine, "GRAPHS", {"cpu"})
+    monkeypatch.setattr(runner_module, "GRAPHS", {"cpu"})
     monkeypatch.setattr(runner, "_capture", lambda step: SimpleNamespace(replay=lambda: seen.append("replay")))
     monkeypatch.setattr(runner, "_once", lambda step, *given: seen.append(("launch", len(given))))
     step = SimpleNamespace(last_tokens=torch.zeros(2, dtype=torch.long), last_logprobs=torch.zeros(2))

@@ -12,7 +12,7 @@ from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
-from groupwise.engines.builtin.engine import Runner
+from groupwise.engines.builtin.runner import Runner
 from groupwise.models import varlen_attention
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import product_gives_fp32

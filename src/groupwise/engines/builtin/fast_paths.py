@@ -31,11 +31,12 @@ from transformers import AutoModelForCausalLM
 from groupwise.durable import write_bytes
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.builtin import decode as decoding
-from groupwise.engines.builtin import engine as builtin
+from groupwise.engines.builtin import runner as running
 from groupwise.engines.builtin.cache import Cache
 from groupwise.engines.builtin.chunked_prefill import PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
+from groupwise.engines.builtin.engine import takes_native
 from groupwise.importing import in_one_line
 from groupwise.memory import ran_out_on_device, reclaim_memory
 from groupwise.models import attention, logprobs, merging, ops, varlen_attention
@@ -154,7 +155,7 @@ def fast_paths() -> tuple[FastPath, ...]:
             2.0,
         ),
         FastPath("logits in fp32", lambda d: product_gives_fp32(torch.mm, d.device, d.dtype), _allow_fp32_logits, ("passes",)),
-        FastPath("captured graphs", lambda d: d.device.type in builtin.GRAPHS, _allow_graphs, ("a burst of decode steps",)),
+        FastPath("captured graphs", lambda d: d.device.type in running.GRAPHS, _allow_graphs, ("a burst of decode steps",)),
         FastPath(
             "kernels for decoding",
             lambda d: decoding.decoding_kernels_fit(d.device),
@@ -180,7 +181,7 @@ def _allowing(name: str) -> Callable[[bool], None]:
 
 
 def _allow_graphs(yes: bool) -> None:
-    builtin.GRAPHS = frozenset({"cuda"}) if yes else frozenset()
+    running.GRAPHS = frozenset({"cuda"}) if yes else frozenset()
 
 
 def check_fast_paths(
@@ -359,7 +360,7 @@ def _cache(decoder: Decoder, prompt_tokens: int, tokens: int) -> Cache:
     return Cache(
         layers=len(decoder.layers), kv_heads=decoder.shape.kv_heads, head_width=decoder.shape.head_width,
         groups=2, prompt_tokens=prompt_tokens, rows=8,
-        completion_tokens=tokens, dtype=decoder.dtype, device=decoder.device, native=builtin.takes_native(decoder),
+        completion_tokens=tokens, dtype=decoder.dtype, device=decoder.device, native=takes_native(decoder),
     )  # fmt: skip
 
 
@@ -389,7 +390,7 @@ _LONG = ([300, 70], [0, 63, 64, 255, 256, 257, 600, 700])
 """Of prompts, and of what rows have of their own."""
 
 
-class _Logits(builtin.Runner):
+class _Logits(running.Runner):
     """A runner whose step is no more than its logits."""
 
     logits: Tensor
@@ -410,7 +411,7 @@ def _long_step(decoder: Decoder) -> Action:
     draw = Draw(SamplingSettings(max_tokens=1, greedy=True), decoder.vocabulary, decoder.device)
     runner, step = _Logits(decoder, DecodeWeights(decoder, len(own)), cache, draw), _planned(cache, prompts, own)
     runner._once(step)
-    graph = runner._capture(step) if decoder.device.type in builtin.GRAPHS else None
+    graph = runner._capture(step) if decoder.device.type in running.GRAPHS else None
 
     def action() -> Sequence[Tensor]:
         if graph is None:
@@ -431,7 +432,7 @@ def _burst(decoder: Decoder) -> Action:
         def fail(sentence: str) -> None:
             raise RuntimeError(sentence)
 
-        runner = builtin.Runner(decoder, weights, cache, draw, fail)
+        runner = running.Runner(decoder, weights, cache, draw, fail)
     return torch.no_grad()(lambda: [torch.tensor(runner.run(step, 4)[1])])  # type: ignore[no-any-return]
 
 
