@@ -197,7 +197,7 @@ def _print_prepared(prepared: Prepared, findings: Sequence[Finding], everything:
     from groupwise.cli.runs import print_finding
     from groupwise.cli.show import console, print_notes, table
     from groupwise.config import changed_settings
-    from groupwise.config.load import yaml_text
+    from groupwise.config.dialect import yaml_text
     from groupwise.tracking.text import harmless
 
     out, facts = console(), _facts(prepared)

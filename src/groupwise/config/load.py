@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from groupwise.config.algorithm import COMMON, AlgorithmConfig, kind_in
+from groupwise.config.dialect import SettingsLoader, plain_yaml, where, yaml_text
 from groupwise.config.fields import ITEM, field_paths, find_field, schema_path, sections, without_tags
 from groupwise.config.former import in_sections
 from groupwise.config.inert import INERT
@@ -32,7 +33,7 @@ from groupwise.errors import ConfigError, printable
 
 __all__ = [
     "HIDDEN", "Recipe", "build_config", "build_known", "changed_settings", "dump_config", "find_source", "load_config", "load_run_config",
-    "plain_yaml", "read_overrides", "recipes", "remember_style", "yaml_text",
+    "read_overrides", "recipes", "remember_style",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,6 @@ _OWN_SETTINGS = ("algorithm.advantage.settings.", "algorithm.loss.settings.")
 """Whatever stands below is a function's own."""
 HIDDEN = "<hidden>"
 """What stands in a run's files where a secret was."""
-MOST_VALUES = 100_000
-"""Most values in one YAML file, with its aliases written out: a settings file has hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,23 +303,6 @@ def _difference(these: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str,
     return different
 
 
-class _Dumper(yaml.SafeDumper):
-    """Reads back as it was: PyYAML writes U+0085 and its like as line breaks, and reads blanks."""
-
-
-def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    breaks = any(c in text for c in "\x85\u2028\u2029")
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
-
-
-_Dumper.add_representer(str, _text_node)
-
-
-def yaml_text(value: object) -> str:
-    """Plain values as YAML, in their order; ``yaml.safe_load`` reads them back to equal ones."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
 def recipes() -> list[Recipe]:
     """The shipped recipes, by name."""
     listed = []
@@ -351,77 +333,15 @@ def find_source(source: str | Path) -> Path:
     raise ConfigError(f"{source} is neither a recipe nor a file: {meant}The recipes are {', '.join(shipped)}")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as its authors expect it: 1e-5 is a number (YAML 1.1 wants 1.0e-5), 010 is no 8 and 1:30 no 90, and a key given twice is an
-    error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                line = key_node.start_mark.line + 1
-                raise ConfigError(f"{key} is set twice (again on line {line}), but a setting is set once: remove one of them")
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_INT = "tag:yaml.org,2002:int"
-_Loader.yaml_implicit_resolvers = {
-    sign: [one for one in known if one[0] != _INT] for sign, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_INT, re.compile(r"^(?:0x[0-9a-fA-F_]+|[-+]?(?:0|[1-9][0-9_]*))$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def plain_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """What ``text`` says in YAML. Raises yaml.YAMLError for whatever is no YAML, and for what would grow by its aliases."""
-    reader = loader(text)
-    try:
-        root = reader.get_single_node()
-        if root is None:
-            return None
-        _count_values(root, {})
-        return reader.construct_document(root)
-    except RecursionError:
-        raise yaml.constructor.ConstructorError(None, None, "it is nested too deeply") from None
-    except ValueError as error:  # int() and date() refuse what the patterns of YAML take for a number or a date
-        raise yaml.constructor.ConstructorError(None, None, str(error)) from None
-    finally:
-        reader.dispose()
-
-
-def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """How many values ``node`` stands for once every alias in it is written out. ``counts``: those of nodes done; 0 of one under way."""
-    if id(node) in counts:
-        if not counts[id(node)]:
-            raise yaml.constructor.ConstructorError(None, None, "a value contains itself", node.start_mark)
-        return counts[id(node)]
-    counts[id(node)] = 0
-    inner = node.value if isinstance(node, yaml.SequenceNode) else []
-    if isinstance(node, yaml.MappingNode):
-        inner = [part for pair in node.value for part in pair]
-    count = 1 + sum(_count_values(part, counts) for part in inner)
-    if count > MOST_VALUES:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"its aliases would grow to more than {MOST_VALUES:,} values", node.start_mark
-        )
-    counts[id(node)] = count
-    return count
-
-
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = plain_yaml(path.read_text(encoding="utf-8"), _Loader)
+        content = plain_yaml(path.read_text(encoding="utf-8"), SettingsLoader)
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file, but a config is YAML in UTF-8: name another file") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML{_where(error)}: correct it") from None
+        raise ConfigError(f"{path} is not valid YAML{where(error)}: correct it") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -429,12 +349,6 @@ def _read(path: Path) -> Mapping[str, Any]:
             f"{path} holds {shown(content)}, but a config is a mapping of sections (model:, data:, ...): see `groupwise config`"
         )
     return content
-
-
-def _where(error: yaml.YAMLError) -> str:
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    return place + (f" ({problem})" if problem else "")
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
@@ -478,10 +392,10 @@ def _parse_value(path: str, text: str) -> Any:
         if not quoted:
             return text
     try:
-        return plain_yaml(text, _Loader)
+        return plain_yaml(text, SettingsLoader)
     except yaml.YAMLError as error:
         given = text if len(text) <= 60 else text[:57] + "..."
-        raise ConfigError(f"{path}={given} is not valid YAML{_where(error)}: quote it, or correct the brackets") from None
+        raise ConfigError(f"{path}={given} is not valid YAML{where(error)}: quote it, or correct the brackets") from None
 
 
 def _holds_text(path: str) -> bool:

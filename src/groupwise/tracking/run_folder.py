@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from groupwise.config.load import plain_yaml, yaml_text
+from groupwise.config.dialect import plain_yaml, yaml_text
 from groupwise.config.schema import Config
 from groupwise.data.prompts import default_style
 from groupwise.durable import put_back, put_back_all, sync_folder, write_bytes
