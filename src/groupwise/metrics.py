@@ -11,7 +11,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Max", "Mean", "Metric", "Min", "Sum", "merge", "values", "wilson_interval"]
+__all__ = ["Max", "Mean", "Metric", "Min", "Sum", "Z", "merge", "values", "wilson_interval"]
+
+Z = 1.959963984540054
+"""Quantile of the normal distribution for a 95% interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +102,15 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def wilson_interval(successes: float, trials: float, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Wilson score interval for a proportion (95% by default); honest near 0 and 1, where the normal one is not.
+def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
+    """Wilson score interval of 95% for a proportion; honest near 0 and 1, where the normal one is not.
 
     E. B. Wilson (1927), "Probable inference, the law of succession, and statistical inference".
     """
     if trials == 0:
         return (0.0, 1.0)
     p = successes / trials
-    centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
+    centre = (p + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
+    half = Z * math.sqrt(p * (1 - p) / trials + Z * Z / (4 * trials * trials)) / (1 + Z * Z / trials)
     # At 0 and n the bound is 0 and 1 exactly; rounding would leave it a hair beside.
     return (0.0 if successes == 0 else max(0.0, centre - half), 1.0 if successes == trials else min(1.0, centre + half))

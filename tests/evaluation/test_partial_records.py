@@ -8,7 +8,7 @@ import pytest
 from groupwise.engines.base import SamplingSettings
 from groupwise.errors import DataError, TrainingError
 from groupwise.evaluation import evaluate, write_records
-from groupwise.evaluation.records import PartialRecords
+from groupwise.evaluation.records import PartialRecords, refuse_to_lose
 from groupwise.types import Completion, Problem, Prompt
 
 PROMPTS = [Prompt(Problem(str(i), f"{i} + 1?", str(i + 1)), f"<user>{i} + 1?", (1, 2)) for i in range(7)]
@@ -143,11 +143,11 @@ def test_a_part_is_what_the_processes_sample_at_once_in_each_mode(tmp_path):
 
 def test_what_the_command_would_lose_is_refused(tmp_path):
     stopped(tmp_path / "p.jsonl.partial")
-    partial = PartialRecords(tmp_path / "p.jsonl.partial", PartialRecords.read(tmp_path / "p.jsonl.partial"), rows=4)
-    partial.check_named({("m", "sampled"), ("n", "sampled")})
+    found = PartialRecords.read(tmp_path / "p.jsonl.partial")
+    refuse_to_lose(tmp_path / "p.jsonl", found, {("m", "sampled"), ("n", "sampled")})
     for asked in ({("n", "sampled")}, {("m", "greedy")}):
         with pytest.raises(DataError, match=r"p.jsonl' has sampled completions of m, which this command does not judge"):
-            partial.check_named(asked)
+            refuse_to_lose(tmp_path / "p.jsonl", found, asked)
 
 
 def test_what_was_hidden_in_a_record_is_no_other_problem(tmp_path, monkeypatch):

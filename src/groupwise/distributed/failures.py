@@ -132,7 +132,7 @@ class Board:
         return None
 
 
-def as_error(failure: Failure | None, size: int, why: str = "") -> RankError:
+def as_error(failure: Failure | None, size: int, why: str) -> RankError:
     """What a process says when another one's failure ends it."""
     if failure is None:
         return RankError(

@@ -26,7 +26,6 @@ __all__ = [
     "groups_of",
     "has_answers",
     "mean",
-    "median",
     "series",
     "show",
     "shown",
@@ -138,12 +137,6 @@ FIRST = 3
 
 def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 @dataclass(frozen=True)

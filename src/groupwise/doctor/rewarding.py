@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from groupwise.doctor.findings import (
@@ -18,7 +19,6 @@ from groupwise.doctor.findings import (
     groups_of,
     has_answers,
     mean,
-    median,
     series,
     show,
     three,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import median
 
 from groupwise.doctor.findings import (
     Evidence,
@@ -13,7 +14,6 @@ from groupwise.doctor.findings import (
     completions_between,
     flat_in_batch,
     mean,
-    median,
     series,
     three,
     worst_stretch,

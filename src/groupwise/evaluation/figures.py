@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from groupwise.errors import DataError
 from groupwise.evaluation.records import vote
-from groupwise.metrics import wilson_interval
+from groupwise.metrics import Z, wilson_interval
 
 __all__ = [
     "by_problem",
@@ -261,8 +261,6 @@ def check_pairs(before: Mapping[str, Sequence[Record]], after: Mapping[str, Sequ
             raise DataError(f"problem {name} has two different reference answers: the two evaluations are of different data")
 
 
-Z = 1.959963984540054
-"""Quantile of the normal distribution for a 95% interval."""
 MOST_SUBSETS = 2000
 """Most subsets of samples that are voted on one by one; beyond, this many are drawn."""
 

@@ -46,7 +46,6 @@ def evaluate_model(
     model: str,
     config: Config,
     *,
-    stage: str = "eval",
     further: bool = False,
     trackers: Trackers | None = None,
     world: World | None = None,
@@ -102,7 +101,7 @@ def evaluate_model(
         results = evaluate_stage(
             DealtEngine(engine, world),
             prompts,
-            stage=stage,
+            stage="eval",
             config=config,
             style=style,
             system=system,
@@ -212,7 +211,7 @@ def partial_records(
         )
     partial = PartialRecords(path, found, config.rollout.max_concurrent_sequences, world.size, writes=world.is_first)
     asked = {*others, *((model, mode) for model in models for mode in config.evaluation.modes)}
-    partial.check_named(asked)
+    refuse_to_lose(out, found, asked)
     world.on_rank0(lambda: check_replaced(out, asked))
     return partial
 

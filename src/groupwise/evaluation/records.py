@@ -217,10 +217,6 @@ class PartialRecords:
             yield prompts[first : first + size]
             first, size = first + size, min(2 * size, 4 * at_once)
 
-    def check_named(self, asked: Collection[tuple[str, str]]) -> None:
-        """Raise DataError where the file has a model or mode that is not among ``asked`` (model, mode): its records would be lost."""
-        refuse_to_lose(self.path.with_suffix(""), self.found, asked)
-
     def judged(self, mode: str, conditions: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """The records that there are of the first of ``prompts``.
 

@@ -31,7 +31,7 @@ _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)(?:-update-(\d+))?")
 
 
-def put_in_place(target: Path, write: Callable[[Path], None], needed_bytes: int = 0) -> None:
+def put_in_place(target: Path, write: Callable[[Path], None], needed_bytes: int) -> None:
     """A folder that ``write`` fills aside, and that has its name once it is whole and on the disk. What lies there goes only then.
 
     Raises CheckpointError where the disk does not take it; nothing has changed then.
@@ -165,11 +165,7 @@ def damage(checkpoint: Path, *, others: bool = False) -> str | None:
 
 def is_sound(checkpoint: Path) -> bool:
     """Whether ``verify_checkpoint`` would pass."""
-    try:
-        verify_checkpoint(checkpoint)
-    except CheckpointError:
-        return False
-    return True
+    return damage(checkpoint) is None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
