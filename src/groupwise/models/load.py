@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import is_flash_attn_2_available
 
 from groupwise.config.schema import ModelConfig
+from groupwise.durable import sync, sync_tree
 from groupwise.errors import ModelError
 from groupwise.importing import in_one_line
 from groupwise.memory import blocks_of_their_own, own_memory
@@ -52,7 +53,7 @@ from groupwise.models.folder import (
 )
 from groupwise.models.quantised import multiply_dequantised, quantisation_settings, quantised_layers
 from groupwise.models.quiet import quiet
-from groupwise.models.saving import Made, sync, sync_tree, write_tensors
+from groupwise.models.saving import Made, write_tensors
 
 __all__ = [
     "Policy",

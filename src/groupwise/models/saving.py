@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.durable import sync, sync_tree
-
-__all__ = ["Made", "check_free_disk", "free_disk_bytes", "size_bytes", "sync", "sync_tree", "write_tensors"]
+__all__ = ["Made", "check_free_disk", "free_disk_bytes", "size_bytes", "write_tensors"]
 
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from rich.console import Console
@@ -101,7 +102,7 @@ class Trackers:
             completed = True
         finally:
             for console, phase in shown:
-                self.guard(console, partial(finish, shown=phase, completed=completed))
+                self.guard(console, methodcaller("end_phase", phase, completed))
 
     def copy_phase(self, source: Phase, shown: Sequence[tuple[ConsoleTracker, Phase]]) -> None:
         for console, phase in shown:
@@ -137,7 +138,3 @@ class Trackers:
 def follow(sink: ConsoleTracker, source: Phase, shown: Phase) -> None:
     shown.begun_at, shown.most_tokens = source.begun_at, source.most_tokens
     shown.advance(source.done - shown.done, **source.numbers)
-
-
-def finish(sink: ConsoleTracker, shown: Phase, completed: bool) -> None:
-    sink.end_phase(shown, completed)

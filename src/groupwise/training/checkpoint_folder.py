@@ -17,9 +17,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from groupwise.durable import put_back
+from groupwise.durable import put_back, sync, sync_tree
 from groupwise.errors import CheckpointError, ModelError
-from groupwise.models.saving import check_free_disk, sync, sync_tree
+from groupwise.models.saving import check_free_disk
 
 __all__ = [
     "STATE", "damage", "find_checkpoint", "is_sound", "last_good", "latest_checkpoint", "newest_sound_checkpoint",

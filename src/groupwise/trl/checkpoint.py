@@ -17,12 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerState
 
-from groupwise.durable import put_back_all
+from groupwise.durable import put_back_all, sync
 from groupwise.errors import CheckpointError
 from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, save_model
 from groupwise.models.quiet import quiet
-from groupwise.models.saving import sync
 from groupwise.training.checkpoint import restore_state, take_snapshot, write_state
 from groupwise.training.checkpoint_folder import damage, put_in_place, read_state, seal
 from groupwise.training.learner import Learner
