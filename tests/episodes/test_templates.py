@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import AddedToken
+from transformers import AddedToken, PretrainedConfig
 
 from groupwise.episodes.formats import format_of_template
 from groupwise.episodes.templates import Conversation, TurnTemplate
@@ -50,7 +50,7 @@ def tokenizer(request) -> Any:
 
 
 def ends_of(tokenizer):
-    return end_token_ids(tokenizer, type("NoConfig", (), {})())
+    return end_token_ids(tokenizer, PretrainedConfig())
 
 
 def with_template(tokenizer, text):

@@ -124,10 +124,6 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
     return diagnose_settings(config), {"settings": target}
 
 
-def _has_problems(findings: Sequence[Finding]) -> bool:
-    return any(finding.severity in ("critical", "warning") for finding in findings)
-
-
 def _print(findings: Sequence[Finding], about: dict[str, object], examples: int) -> None:
     from groupwise.cli.show import console
     from groupwise.tracking.text import harmless
@@ -143,7 +139,7 @@ def _print(findings: Sequence[Finding], about: dict[str, object], examples: int)
         print_finding(finding, examples, out)
     if str(about.get("verdict")).startswith(("Too early", "Nothing to judge")):
         out.print(harmless(f"{about['verdict']}.", "cyan"), soft_wrap=True)
-    elif not _has_problems(findings):
+    elif not any(finding.severity in ("critical", "warning") for finding in findings):
         out.print(harmless("No problem found.", "green"), soft_wrap=True)
 
 

@@ -192,7 +192,8 @@ def find_field(path: str, kind: str | None = None) -> FieldInfo | None:
     *parents, leaf = path.split(".")
     for name in parents:
         infos = [model.model_fields[name.removesuffix(ITEM)] for model in models if name.removesuffix(ITEM) in model.model_fields]
-        models = next((inner for info in infos if (inner := _classes_inside(info.annotation, name.endswith(ITEM)))), ())
+        inside = _item_classes if name.endswith(ITEM) else _section_classes
+        models = next((inner for info in infos if (inner := inside(info.annotation))), ())
     having = [model for model in models if leaf in model.model_fields]
     exact = [model for model in having if kind is not None and kind in kinds_of(model)]
     return next((model.model_fields[leaf] for model in (*exact, *having)), None)
@@ -286,10 +287,6 @@ def _section_classes(annotation: object) -> tuple[type[BaseModel], ...]:
 def _item_classes(annotation: object) -> tuple[type[BaseModel], ...]:
     """The classes of a list's entries, where they are sections."""
     return _section_classes(get_args(annotation)[0]) if get_origin(annotation) is list else ()
-
-
-def _classes_inside(annotation: object, item: bool) -> tuple[type[BaseModel], ...]:
-    return _item_classes(annotation) if item else _section_classes(annotation)
 
 
 def _plain_default(info: FieldInfo) -> object:

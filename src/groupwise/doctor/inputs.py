@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from groupwise.config import Config
 from groupwise.config.combinations import unsaved_work
@@ -266,7 +266,7 @@ def most_shared(own: Sequence[int], holders: Mapping[int, Sequence[int]]) -> lis
 
 def leakage_in_run(run: RunRecord) -> Evidence | None:
     """Prompts that were trained on and judged by; of training only the recorded ones can be seen here."""
-    trained = {words_in(prompt): prompt for prompt in distinct(r.prompt for r in run.completions) if prompt}
+    trained = {words_in(prompt): prompt for prompt in dict.fromkeys(r.prompt for r in run.completions) if prompt}
     judged = {r["prompt"]: r["problem"] for e in run.evaluations for r in e.records if r["prompt"]}
     both = [(problem, prompt) for prompt, problem in judged.items() if words_in(prompt) in trained]
     if not both:
@@ -280,7 +280,3 @@ def leakage_in_run(run: RunRecord) -> Evidence | None:
         examples=tuple(Example(f"problem {problem}", prompt) for problem, prompt in both[:3]),
         severity="critical" if len(both) > 0.05 * len(judged) else None,
     )
-
-
-def distinct(prompts: Iterable[str]) -> Iterable[str]:
-    return dict.fromkeys(prompts)

@@ -262,8 +262,7 @@ def end_token_ids(tokenizer: Any, hf_config: PretrainedConfig, generation_config
     Checkpoints disagree with themselves: base models trained further, for example, keep ``<|endoftext|>`` as the config's eos
     while their template ends a turn with ``<|im_end|>``.
     """
-    text_config = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-    holders = (tokenizer, hf_config, text_config, generation_config)
+    holders = (tokenizer, hf_config, hf_config.get_text_config(), generation_config)
     ids: set[int] = set()
     for eos in (getattr(holder, "eos_token_id", None) for holder in holders):
         ids.update([eos] if isinstance(eos, int) else eos or ())

@@ -400,11 +400,7 @@ def check_is_utf8(path: Path) -> None:
 def is_unused(path: Path) -> bool:
     """Whether the folder holds nothing, or only what a run leaves that is killed before its settings are written."""
     rest = [p for p in path.iterdir() if p.name != LOCK_FILE and not is_leftover(p)]
-    return not rest or ([p.name for p in rest] == ["evaluations"] and rest[0].is_dir() and is_empty(rest[0]))
-
-
-def is_empty(path: Path) -> bool:
-    return not any(path.iterdir())
+    return not rest or ([p.name for p in rest] == ["evaluations"] and rest[0].is_dir() and not any(rest[0].iterdir()))
 
 
 def is_leftover(path: Path) -> bool:
