@@ -69,6 +69,9 @@ def test_the_base_beneath_an_adapter_is_brought_together_for_the_final_model_alo
     assert gathered_bytes(made) == 2 * made.shape.parameters + 4 * made.trained
     alone = setup(LORA, "training.sharding=fsdp2", "output.adapter_only=true", device="cuda", processes=2)
     assert gathered_bytes(alone) == 4 * made.trained
+    for one, what in ((made, "the whole base"), (alone, "the adapter alone")):
+        noted = make_plan(one.config, HARDWARE["a100-80gb"], world_size=2).assumptions
+        assert [what in note for note in noted if "for the final model" in note] == [True]
 
 
 def test_loading_takes_the_weights_and_one_layer_or_the_embedding_twice():

@@ -169,11 +169,10 @@ def _of_several(setup: Setup, hardware: Hardware) -> list[str]:
             else f"at the start the first process reads the whole model into its machine's own memory, {each:.1f} GiB, and hands it out"
         )
     if setup.device == "cuda" and (gathered := gathered_bytes(setup)):
-        what = "for the final model" if setup.adapted else "for a checkpoint, that of a run that is stopped too,"
-        notes.append(
-            f"{what} the first process brings the whole {'base' if setup.adapted else 'state'} together in its machine's own memory: "
-            f"{gathered / 2**30:.1f} GiB"
-        )
+        when = "for the final model" if setup.adapted else "for a checkpoint, that of a run that is stopped too,"
+        of_adapter = "the adapter alone" if setup.config.output.adapter_only else "the whole base"
+        what = of_adapter if setup.adapted else "the whole state"
+        notes.append(f"{when} the first process brings {what} together in its machine's own memory: {gathered / 2**30:.1f} GiB")
     if setup.world_size > setup.gpus_per_node:
         notes.append(
             f"machines of {setup.gpus_per_node} GPUs (--gpus-per-node), and {link_bytes_per_s(setup, hardware) / 1e9:.0f} GB/s between "

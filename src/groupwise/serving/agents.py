@@ -78,24 +78,6 @@ def open_agents(config: Config, template: TurnTemplate, form: CallFormat, end_to
     return agents
 
 
-def _allow_files(programs: int) -> None:
-    """Raise the limit of open files as far as so many programs at once need it. No further: there are programs that close all that they
-    might have open, one by one."""
-    wanted = _FILES_EACH * programs + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    with suppress(OSError, ValueError):  # macOS has a limit beside these
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if (left := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < wanted:
-        logger.warning(
-            "%d agents at once may need %d open files, but this process may have %d: raise the limit before the run (`ulimit -n %d`), "
-            "or lower rollout.prompts_per_step and evaluation.problems",
-            programs, wanted, left, wanted,
-        )  # fmt: skip
-
-
 class _Failed(Exception):
     """A program that does not play on: why its episode ends, and what went wrong."""
 
@@ -147,10 +129,24 @@ class AgentPrograms:
                 self._openings[problem.id] = first.result()  # type: ignore[assignment]
 
     def allow_files(self, programs: int) -> None:
-        """As ``_allow_files``, once for each number."""
-        if programs > self._allowed:
-            self._allowed = programs
-            _allow_files(programs)
+        """Raise the limit of open files as far as so many programs at once need it. No further: there are programs that close all that they
+        might have open, one by one. Does nothing for a number that it was asked for before."""
+        if programs <= self._allowed:
+            return
+        self._allowed = programs
+        wanted = _FILES_EACH * programs + _OTHER_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            return
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(OSError, ValueError):  # macOS has a limit beside these
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if (left := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < wanted:
+            logger.warning(
+                "%d agents at once may need %d open files, but this process may have %d: raise the limit before the run "
+                "(`ulimit -n %d`), or lower rollout.prompts_per_step and evaluation.problems",
+                programs, wanted, left, wanted,
+            )  # fmt: skip
 
     @contextmanager
     def open(self, episodes: int) -> Iterator[Callable[[Prompt], _Play]]:

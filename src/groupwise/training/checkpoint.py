@@ -162,7 +162,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
 
 
 def _write(aside: Path, snapshot: Snapshot) -> None:
-    save_model(replace(snapshot.policy, adapter_only=True), aside / MODEL)  # beneath an adapter lies what nobody changes
+    save_model(snapshot.policy, aside / MODEL)
     write_state(aside, snapshot)
     seal(aside)
 
