@@ -334,7 +334,7 @@ def test_a_template_that_refuses_the_system_prompt_is_told_of():
     words = tokenizer("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE)
     model = llama(pad_token_id=words.pad_token_id)
     with pytest.raises(
-        RewardError, match=r"refuses a conversation of the roles system, user, assistant \(TemplateError: no system\): set its show_sys"
+        RewardError, match=r"refuses a conversation of the roles system, user, assistant \(TemplateError: no system\): set its"
     ):
         RewardModel(model, words).check(PROMPT)
     RewardModel(model, words, show_system_prompt=False).check(PROMPT)

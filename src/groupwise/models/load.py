@@ -248,7 +248,8 @@ def with_base(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
 
 
 def base_under(adapter: Path, revision: str | None = None) -> tuple[str, str | None]:
-    """``model.name`` of what the adapter in this folder belongs to, and its revision on the Hub, if any: ``revision`` before its own."""
+    """``model.name`` of what the adapter in this folder belongs to, and its revision on the Hub, if any: ``revision`` goes before its
+    own."""
     base, own = base_of(adapter)
     if Path(base).name == embedded_folder().name and not Path(base).is_dir():  # made on another machine
         base = EMBEDDED_NAME

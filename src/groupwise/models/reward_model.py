@@ -312,7 +312,8 @@ class RewardModel:
         except Exception as error:  # a template is a program of the checkpoint's, and raises what it likes
             raise RewardError(
                 f"the chat template of the reward model {self.settings.name!r} refuses a conversation of the roles "
-                f"{', '.join(str(turn['role']) for turn in turns)} ({in_one_line(error)}): set its show_system_prompt: false, or form: text"
+                f"{', '.join(str(turn['role']) for turn in turns)} ({in_one_line(error)}): set its show_system_prompt: false, or "
+                "form: text"
             ) from error
 
     def _shown(self, prompt: Any) -> Any:

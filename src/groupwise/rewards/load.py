@@ -161,8 +161,8 @@ def load_reward(
     _require_function(spec, function)
     if config.isolate == "sandbox" and (refused := refusal()):
         raise RewardError(
-            f"reward {spec!r} has isolate=sandbox, but this machine does not allow that: {refused}; run where it is allowed, or set "
-            "isolate: process if its code and what it runs can be trusted"
+            f"reward {spec!r} has isolate=sandbox, but this machine does not allow that: {refused}; run where it is allowed, or "
+            "set isolate: process if its code and what it runs can be trusted"
         )
     accepted, required = _read_signature(spec, function, config.arguments, built_in=source == "built-in")
     if source == "built-in":

@@ -129,8 +129,8 @@ class AgentPrograms:
                 self._openings[problem.id] = first.result()  # type: ignore[assignment]
 
     def allow_files(self, programs: int) -> None:
-        """Raise the limit of open files as far as so many programs at once need it. No further: there are programs that close all that they
-        might have open, one by one. Does nothing for a number that it was asked for before."""
+        """Raise the limit of open files as far as so many programs at once need it. No further: there are programs that close all that
+        they might have open, one by one. Does nothing for a number that it was asked for before."""
         if programs <= self._allowed:
             return
         self._allowed = programs

@@ -215,7 +215,12 @@ class WandbTracker(NumericTracker):
         super().__init__(done)
         # Its metadata would hold the command as it was typed, with whatever keys stand in it; environment.json has it without them.
         settings = wandb.Settings(
-            init_timeout=START_TIMEOUT_S, console="off", silent=True, x_disable_stats=True, x_disable_meta=True, reinit="create_new"
+            init_timeout=START_TIMEOUT_S,
+            console="off",
+            silent=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            reinit="create_new",
         )
         offline = config.output.offline or os.environ.get("WANDB_MODE") == "offline"
         # `wandb sync` sends each part of a run that was resumed offline as a whole run: by the same id it would replace the ones before.
