@@ -141,6 +141,12 @@ def test_only_an_engine_that_reads_the_trainer_s_weights_has_them_gathered(
     assert bool(entered) == (engine == "builtin")
 
 
+def give_up_soon(patch):
+    """A server that is away is waited for no longer than a moment; one that answers slowly is."""
+    made = pushing.RetryLimit.__init__
+    patch.setattr(pushing.RetryLimit, "__init__", lambda retries, seconds, *heed: made(retries, 0.3, *heed))
+
+
 @pytest.fixture
 def closes_after_step_2(server, monkeypatch):
     """Have the server go away when the second step is learnt."""
@@ -163,9 +169,8 @@ def test_what_was_learnt_is_saved_where_the_server_is_away(
 ):
     """... and is gone on with from there, by a server at another address."""
 
-    def config(url, patience_s):
-        vllm = {"url": url, "patience_s": patience_s}
-        return small_config(rollout={"engine": "vllm", "vllm": vllm}, training={"steps": 3})
+    def config(url):
+        return small_config(rollout={"engine": "vllm", "vllm": {"url": url, "patience_s": 20.0}}, training={"steps": 3})
 
     def signalled(retries, *given, wait=pushing.RetryLimit.wait):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -174,12 +179,13 @@ def test_what_was_learnt_is_saved_where_the_server_is_away(
     with monkeypatch.context() as patch:
         if warned:
             patch.setattr(pushing.RetryLimit, "wait", signalled)
+        else:
+            give_up_soon(patch)
         said = "after step 2, which is saved" if warned else r"the weights cannot be pushed: .*; step 2 is saved in .*step-2"
-        begun = config(closes_after_step_2.url, 20.0 if warned else 3.0)
         with pytest.raises(StoppedError if warned else TrainingError, match=said):
-            train(begun, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+            train(config(closes_after_step_2.url), rewards=letters, console=quiet, run_folder=tmp_path / "run")
     other = Server(Service(ModelBackend(AutoModelForCausalLM.from_pretrained(tiny_folder)), spool=tmp_path))
-    train(config(other.url, 20.0), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
+    train(config(other.url), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
     other.close()
     kept = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in kept] == [1, 2, 3]
@@ -189,7 +195,7 @@ def test_what_was_learnt_is_saved_where_the_server_is_away(
     "sections", [{}, {"rollout": {"ahead": 1}}, {"evaluation": {"every": 2}}], ids=["a step", "ahead", "judging"]
 )
 def test_what_was_learnt_is_saved_where_the_server_breaks_down_while_it_samples(
-    sections, server, small_config, letters, quiet, tmp_path
+    sections, server, small_config, letters, quiet, tmp_path, monkeypatch
 ):
     """The third request of many completions is for step 3, or for the evaluation before it."""
     backend = server.service.backend
@@ -198,11 +204,15 @@ def test_what_was_learnt_is_saved_where_the_server_breaks_down_while_it_samples(
         if sum(jobs > 1 for jobs in backend.asked) > 2:
             raise Broken("vLLM broke down")
 
-    rollout = {"engine": "vllm", "vllm": {"url": server.url, "patience_s": 3.0}, **sections.get("rollout", {})}
+    rollout = {"engine": "vllm", "vllm": {"url": server.url}, **sections.get("rollout", {})}
     training, output = {"steps": 3}, {"checkpoint_every": 0}
     config = small_config(**{**sections, "rollout": rollout}, training=training, output=output)
     backend.before_row = break_down
-    with pytest.raises(TrainingError, match=r"vLLM cannot be reached: .*; step 2 is saved in .*step-2"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(TrainingError, match=r"vLLM cannot be reached: .*; step 2 is saved in .*step-2"),
+    ):
+        give_up_soon(patch)
         train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     backend.before_row = lambda count: None
     assert comes(lambda: server.service.hello()["used_by"] is None)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from groupwise.engines.vllm import pushing
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.engine import VllmEngine
 from groupwise.engines.vllm.server import Server
@@ -14,6 +18,13 @@ from tests.distributed.conftest import in_threads
 from tests.engines.with_vllm.model_backend import ModelBackend
 
 __all__ = ["in_threads"]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Whoever waits for a server that is away tries again soon."""
+    nap = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(min(seconds, 0.02)))
+    monkeypatch.setattr(pushing, "time", nap)
 
 
 @pytest.fixture
