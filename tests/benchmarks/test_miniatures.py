@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +113,12 @@ ADAPTER = [
 @pytest.mark.parametrize(
     ("recipe", "more"), [("quickstart", []), ("gsm8k-1.5b-cpu", ["--save-steps", "3", "--rows", "4"])], ids=["whole", "adapter"]
 )
-def test_learning(run: Any, tiny_folder: Path, tmp_path: Path, recipe: str, more: list[str]) -> None:
+def test_learning(
+    run: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, more: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", python())
+    monkeypatch.setattr(learning, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # this process keeps those that it has
     sides = ["groupwise", "trl"] if importlib.util.find_spec("trl") is not None else ["groupwise"]
     size = [
         "--seeds",

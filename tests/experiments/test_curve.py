@@ -1,15 +1,19 @@
 """Whole runs with other token budgets, packing and processes, in miniature: one curve, and a page that says what was measured."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("matplotlib")
 
 from experiments.common import PAGE, environment, read_block, read_numbers
 from experiments.curve import CURVES, SETTINGS, differences, draw, measure, report
+from tests.warm import python
 
 
 @pytest.mark.slow
-def test_no_setting_changes_the_curve(tmp_path, tiny_folder, sums):
+def test_no_setting_changes_the_curve(tmp_path, tiny_folder, sums, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())
     settings = [f"model.name={tiny_folder}", f"data.source={sums}", "data.holdout=4", "prompt.system=none", "training.steps=3",
                 "rollout.prompts_per_step=3"]  # fmt: skip
     numbers = measure(settings, tmp_path / "work")

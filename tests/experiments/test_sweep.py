@@ -1,6 +1,7 @@
 """The sweep over token budget, packing and processes, in miniature: one gradient everywhere, and a page that says what was measured."""
 
 import re
+import sys
 
 import pytest
 
@@ -8,11 +9,13 @@ pytest.importorskip("matplotlib")
 
 from experiments.common import PAGE, environment, read_block, read_numbers
 from experiments.sweep import DTYPES, draw, measure, report
+from tests.warm import python
 
 
 @pytest.mark.slow
 def test_no_setting_changes_the_gradient(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.setattr("experiments.sweep.DTYPES", ("float32",))
+    monkeypatch.setattr(sys, "executable", python())
     sizes = {"groups": 2, "completions": 3, "max_tokens": 6, "repeats": 1}
     numbers = measure(str(tiny_folder), (16, 4096), sizes, cores=1, work=tmp_path / "work")
     lines = numbers["curves"]["float32"]
