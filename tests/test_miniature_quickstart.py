@@ -18,7 +18,13 @@ SHORTER = [
     "rollout.max_completion_tokens=8",
     "evaluation.problems=4",
     "evaluation.max_completion_tokens=8",
+    "rewards.functions=[{function: mine.py:place}]",
 ]
+REWARD = """
+def place(completions, **columns):
+    return [float(index) for index, _ in enumerate(completions)]
+"""
+"""Two completions never have the same: in eight tokens nobody is right, and from equal rewards nothing is learnt."""
 
 
 def groupwise(*words, cwd):
@@ -36,6 +42,7 @@ def groupwise(*words, cwd):
 
 @pytest.mark.slow
 def test_train_eval_and_generate_on_the_embedded_model(embedded_model_folder, tmp_path):
+    (tmp_path / "mine.py").write_text(REWARD)
     trained = groupwise("train", "quickstart", *SHORTER, "--run-folder", "run", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert "Traceback" not in trained.stderr
@@ -51,7 +58,9 @@ def test_train_eval_and_generate_on_the_embedded_model(embedded_model_folder, tm
     assert summary["seconds"] > 0
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in metrics] == [1, 2]
-    assert all(row["policy/sampler_mismatch"] < 0.05 for row in metrics if "policy/sampler_mismatch" in row)
+    assert all(row["policy/sampler_mismatch"] < 0.05 for row in metrics)
+    assert all(row["optimizer/grad_norm"] > 0 for row in metrics)
+    assert metrics[-1]["progress/policy_version"] == 2
 
     judged = groupwise(
         "eval", "run/final_model", "--json", "evaluation.problems=2", "evaluation.modes=[greedy]", "data.source=arithmetic",
