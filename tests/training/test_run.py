@@ -8,6 +8,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise.config import load_config
+from groupwise.config.presets import PRESETS
 from groupwise.doctor.findings import groups_of
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.rewards import StepRewards
@@ -379,15 +380,9 @@ def test_the_reported_numbers_are_those_of_the_groups(go):
     assert [r.metrics["progress/policy_version"] for r in seen] == [1, 2]
 
 
-PRESETS = ["dr_grpo", "gspo", "reinforce++", "bnpo", "rloo", "ppo"]
-
-
-@pytest.mark.parametrize("preset", ["grpo", "dapo", "cispo", *(pytest.param(one, marks=pytest.mark.slow) for one in PRESETS)])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_preset_runs(go, preset):
-    rows = lines_of(
-        go(algorithm={"preset": preset, "kl": {"beta": 0.05}} if preset == "grpo" else {"preset": preset}).folder
-        / "metrics.jsonl"
-    )
+    rows = lines_of(go(algorithm={"preset": preset, "kl": PRESETS[preset].values["kl"]}).folder / "metrics.jsonl")
     assert rows[-1]["progress/policy_version"] == 2
     assert rows[-1]["optimizer/grad_norm"] > 0
     assert all(value is not None for row in rows for value in row.values())
