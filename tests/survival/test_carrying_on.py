@@ -79,8 +79,9 @@ def test_a_signal_in_a_reward_function_abandons_the_step(small_config, quiet, tm
             os.kill(os.getpid(), signal.SIGTERM)
         return [float(i) for i, _ in enumerate(completions)]
 
-    with pytest.raises(StoppedError, match="saved"):
+    with pytest.raises(StoppedError, match="after step 1, which is saved"):
         go(small_config(**EVERY), {"letters": letters}, quiet, tmp_path / "run")
+    assert steps_in(tmp_path / "run") == [1]
 
 
 def test_a_signal_between_two_updates_saves_the_batch(small_config, letters, quiet, tmp_path, monkeypatch):
