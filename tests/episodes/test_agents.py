@@ -431,7 +431,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 def test_as_many_files_may_be_open_as_the_programs_of_a_step_need(hard, episodes, soft):
     """And those of an evaluation whose number of problems the data alone says."""
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, "-c", FILES, str(hard), str(episodes)]
+    words = [python(), "-c", FILES, str(hard), str(episodes)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     assert done.stdout.split() == [str(soft)], done.stderr
     assert ("256 agents at once may need 1792 open files, but this process may have 1000" in done.stderr) == (soft < 1792)
@@ -715,10 +715,15 @@ def test_a_run_over_an_agent_that_shortens_its_history_survives_a_kill(tmp_path,
 @pytest.mark.parametrize("on_error", [pytest.param("stop", marks=pytest.mark.slow), "skip"])
 def test_a_failed_program_follows_on_error(tmp_path, agent, on_error):
     program = LETTERS + 'if "3 + 4" in row["prompt"] or "5 + 6" in row["prompt"]:\n    sys.exit("no more")\n'
+    four = [{"question": f"{a} + {a + 1} = ?", "answer": str(2 * a + 1)} for a in (3, 4, 5, 6)]
+    (tmp_path / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in four))
     config = run_config(
         tmp_path, agent(program), rewards={"functions": [{"function": "length"}], "on_error": on_error},
-        rollout={"environment": {"command": agent(program)}, "max_completion_tokens": 60, "prompts_per_step": 18},
-        training={"steps": 1},
+        rollout={
+            "environment": {"command": agent(program)}, "max_completion_tokens": 60, "prompts_per_step": 4,
+            "completions_per_prompt": 2,
+        },
+        data={"source": str(tmp_path / "four.jsonl"), "holdout": 0}, training={"steps": 1},
     )  # fmt: skip
     reports: list[Any] = []
     if on_error == "stop":
@@ -729,8 +734,7 @@ def test_a_failed_program_follows_on_error(tmp_path, agent, on_error):
         return
     train(config, console=Console(quiet=True), run_folder=tmp_path / "run", on_step=reports.append)
     asked = {group.prompt.problem.question for report in reports for group in report.groups}
-    assert asked
-    assert not {"3 + 4 = ?", "5 + 6 = ?"} & asked
+    assert asked == {"4 + 5 = ?", "6 + 7 = ?"}
 
 
 @pytest.mark.parametrize(

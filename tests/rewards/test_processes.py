@@ -98,19 +98,21 @@ def test_what_it_draws_follows_from_the_run_s_seed_and_the_step(reward_file, iso
     if isolate == "sandbox" and sandbox.refusal():
         pytest.skip(f"no sandbox on this machine: {sandbox.refusal()}")
     entry = RewardFunctionConfig(function=f"{reward_file(CHANCE)}:chance", isolate=isolate, scope="completion")
+    two, one = (RewardSuite.from_config(RewardsConfig(functions=[entry], processes=n), "xml") for n in (2, 1))
 
-    def drawn(seed, number, processes):
-        suite = RewardSuite.from_config(RewardsConfig(functions=[entry], processes=processes), "xml")
-        try:
-            seed_generators(seed, number)
-            return [reward for group in step(suite, *"abcdef").groups for reward in group.rewards]
-        finally:
-            suite.close()
+    def drawn(suite, seed, number):
+        seed_generators(seed, number)
+        return [reward for group in step(suite, *"abcdef").groups for reward in group.rewards]
 
-    first = drawn(3, 5, processes=2)
-    assert len(set(first)) == len(first) == 6
-    assert drawn(3, 5, processes=1) == first
-    assert not set(first) & {*drawn(3, 6, processes=2), *drawn(4, 5, processes=1)}
+    try:
+        first = drawn(two, 3, 5)
+        assert len(set(first)) == len(first) == 6
+        assert drawn(one, 3, 5) == first
+        assert not set(first) & {*drawn(two, 3, 6), *drawn(one, 4, 5)}
+        assert drawn(two, 3, 5) == first, "whatever was drawn before"
+    finally:
+        two.close()
+        one.close()
 
 
 @pytest.mark.parametrize("isolate", [False, "process"])
