@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from groupwise.config.schema import Config
+from groupwise.distributed.launch import held_port
 from groupwise.errors import StoppedError
 from groupwise.training.loop import train
 from tests.tiny import lower_case_share
@@ -84,10 +84,8 @@ class Forked:
 def begin(config: Config, folder: Path, processes: int = 1) -> Forked:
     """Start the run, or resume it. What it says goes beside the folder."""
     sys.stdout.flush()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    return Forked([_fork(config, folder, rank, processes, port) for rank in range(processes)])
+    with held_port() as port:  # the processes inherit what holds it
+        return Forked([_fork(config, folder, rank, processes, port) for rank in range(processes)])
 
 
 def _fork(config: Config, folder: Path, rank: int, size: int, port: int) -> int:
