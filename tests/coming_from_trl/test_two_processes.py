@@ -208,7 +208,8 @@ def test_accelerate_launches_it(way, tiny_folder, tmp_path):
     config = HERE.parents[1] / "launch" / f"{way}-cpu.yaml"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(HERE / "run_script.py")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--log_dir", str(tmp_path / "log"), str(HERE / "run_script.py")]
     done = subprocess.run([*command, str(tmp_path / "spec.json")], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     run_case(**case_of("still alone", tiny_folder, tmp_path, {**still, "per_device_train_batch_size": 8}))

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import socket
 import stat
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import torch
 from groupwise.distributed import join_world
 from groupwise.distributed import open as opening
 from groupwise.distributed.failures import Board, Seal
-from groupwise.distributed.launch import SECRET, launch
+from groupwise.distributed.launch import SECRET, held_port, launch
 from groupwise.distributed.secret import handed_out, received, refuse_without_secret
 from groupwise.errors import ConfigError, RankError
 from tests.warm import python
@@ -70,16 +69,14 @@ def by_our_launcher(script, environment):
 
 
 def by_torchrun(script, environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", str(script.parent / "log"), str(script)]
     return [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)]
 
 
 def by_hand(script, environment):
     """As any launcher does it that makes no secret; each process has a parent of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    told = environment | place | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    told = environment | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [told | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     return [subprocess.Popen([python(), str(script)], env=own, stdout=subprocess.PIPE) for own in ranks]
 
@@ -92,8 +89,9 @@ def test_processes_of_one_machine_listen_to_it_and_to_each_other_alone(start, tm
     script.write_text(LISTENS)
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", SECRET)}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    started = start(script, environment)
-    heard = "".join(process.communicate(timeout=300)[0].decode() for process in started)
+    with held_port() as port:
+        started = start(script, environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        heard = "".join(process.communicate(timeout=300)[0].decode() for process in started)
     assert [process.returncode for process in started] == [0] * len(started)
     assert len(heard.splitlines()) >= 2, "the store, and gloo"
     assert set(heard.splitlines()) == {"tcp 0100007F"}

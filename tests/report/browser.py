@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ class Browser:
             os.dup2(spare_in, 3)
             os.dup2(spare_out, 4)
 
+        self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # whose path is short: a socket lies there
         self.process = subprocess.Popen(
-            [binary, *words], preexec_fn=as_three_and_four, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [binary, *words], preexec_fn=as_three_and_four, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": self.scratch.name},
         )  # fmt: skip
         os.close(to_browser)
         os.close(from_browser)
@@ -119,3 +122,4 @@ class Browser:
             self.process.wait()
         os.close(self.out)
         os.close(self.into)
+        self.scratch.cleanup()
