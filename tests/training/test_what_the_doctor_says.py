@@ -16,8 +16,10 @@ OF_SETTINGS = {rule.name for rule in RULES if rule.subject == "settings"}
 
 @pytest.fixture(scope="module")
 def clinic(tmp_path_factory):
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # patients that are made with other threads are rounded otherwise, and behave otherwise
-    return Clinic(tmp_path_factory.mktemp("clinic"))
+    yield Clinic(tmp_path_factory.mktemp("clinic"))
+    torch.set_num_threads(threads)
 
 
 def of_the_taught(one):
