@@ -44,6 +44,12 @@ VARIANTS = {
         "rollout": {"prompts_per_step": 3, "completions_per_prompt": 6, "max_completion_tokens": 40},
     },
     "a warm start": {"warm_start": {"steps": 2, "examples_per_step": 5}},
+    "an adapter": {"model": {"lora": {"rank": 2, "alpha": 4}}, "optimizer": {"learning_rate": 1e-2}},
+    "two rewards, each normalised by itself": {
+        "algorithm": {"preset": "gdpo"},
+        "rewards": {"functions": [{"function": "letters"}, {"function": "length", "arguments": {"target": 8}}]},
+    },
+    "ratios of whole completions": {"algorithm": {"preset": "gspo", "updates_per_batch": 2}, "training": {"steps": 3}},
 }  # fmt: skip
 
 
