@@ -189,6 +189,42 @@ def test_nor_does_it_under_other_aggregations(tiny_llama, aggregation):
     assert distance(cut, whole) < 1e-6
 
 
+@pytest.mark.parametrize("preset", ["gmpo", "vespo", "topr", "dppo"])
+def test_nor_does_it_in_a_later_update_where_the_ratios_have_moved(tiny_llama, preset):
+    """At ratio 1, as in the first update, their weights are constants. With a large epsilon AdamW makes no step of mere rounding."""
+    model = tiny_llama(seed=1)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+
+    def second(budget):
+        config = config_of(
+            algorithm={"preset": preset, "updates_per_batch": 2}, training={"micro_batch_tokens": budget},
+            optimizer={"learning_rate": 0.1, "epsilon": 0.1, "max_grad_norm": None},
+        )  # fmt: skip
+        learner, _ = learner_of(copy.deepcopy(model), config)
+        seen = watch_gradients(learner)
+        _, metrics = learner.learn(groups)
+        assert metrics["policy/ratio_deviation"].value > 0.1
+        return seen[-1]
+
+    whole = second(8192)
+    for budget in (1, 40):
+        assert distance(second(budget), whole) < 1e-5
+
+
+def test_the_order_of_completions_in_a_group_changes_nothing(tiny_llama):
+    model = tiny_llama(seed=1)
+    groups = make_groups(copy.deepcopy(model).double(), REWARDS)
+    order = (2, 0, 3, 1)
+    mixed = [
+        replace(g, completions=tuple(g.completions[i] for i in order), rewards=tuple(g.rewards[i] for i in order)) for g in groups
+    ]
+    learners = [learner_of(copy.deepcopy(model), config_of(training={"micro_batch_tokens": 30}))[0] for _ in range(2)]
+    gradients = [watch_gradients(learner) for learner in learners]
+    plain, other = (learner.learn(given)[0] for learner, given in zip(learners, (groups, mixed), strict=True))
+    assert distance(gradients[1][0], gradients[0][0]) < 1e-6
+    assert other == [pytest.approx([advantages[i] for i in order]) for advantages in plain]
+
+
 def test_the_order_of_groups_changes_nothing(tiny_llama):
     model = tiny_llama(seed=1)
     groups = make_groups(copy.deepcopy(model).double(), REWARDS)

@@ -21,7 +21,7 @@ def early(finish_reason, **columns):
 def run(small_config, quiet, folder, reward, steps, **sections):
     config = small_config(
         rewards={"functions": [{"function": "goal"}]},
-        rollout={"prompts_per_step": 4, "completions_per_prompt": 8, "max_completion_tokens": 10},
+        rollout={"prompts_per_step": 4, "completions_per_prompt": 8, "max_completion_tokens": 10, **sections.pop("rollout", {})},
         training={"steps": steps, "seed": 5},
         evaluation={"problems": 2, "modes": ["greedy"]},
         **sections,
@@ -53,6 +53,16 @@ def slow(value):
 def test_reward_rises_where_letters_are_asked_for(small_config, quiet, tmp_path, algorithm):
     """A tenth of the bytes are lower-case letters, so that is where a random model starts."""
     seen = run(small_config, quiet, tmp_path / "run", letters, 40, algorithm=algorithm, optimizer={"learning_rate": 1e-2})
+    assert mean(seen[:3], "reward/mean") < 0.2
+    assert mean(seen[-5:], "reward/mean") > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections", [{"model": {"lora": {"rank": 4, "alpha": 8}}}, {"rollout": {"ahead": 1}}], ids=["an adapter", "a step ahead"]
+)
+def test_reward_rises_in_other_ways_of_running_too(small_config, quiet, tmp_path, sections):
+    seen = run(small_config, quiet, tmp_path / "run", letters, 40, optimizer={"learning_rate": 1e-2}, **sections)
     assert mean(seen[:3], "reward/mean") < 0.2
     assert mean(seen[-5:], "reward/mean") > 0.8
 
