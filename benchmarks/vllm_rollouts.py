@@ -3,7 +3,8 @@
     python -m benchmarks.vllm_rollouts --vllm-python /path/to/vllm-environment/bin/python
 
 The quickstart's model and prompts, groups of 8, every completion as long as the limit. The engines take turns, through the very calls that
-a run makes: what is sent, checked and decoded is in the time. Each has all threads, and the other one is idle.
+a run makes: what is sent, checked and decoded is in the time. Each has all threads, and the other one is idle: a rest
+follows each push, whose probe is a call of vLLM.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from benchmarks.common import Result, finish, median, parser, print_table, quotient
 from benchmarks.vllm_training import start_server
+from benchmarks.workers import REST_S
 from groupwise import load_config
 from groupwise.engines import Engine, SamplingSettings, make_engine
 from groupwise.models.load import load_policy
@@ -95,6 +97,7 @@ def measure(
         engine.refresh(repeat + 2)
         if repeat >= 0:
             found["push"].append(time.perf_counter() - started)
+        time.sleep(REST_S)
     return found
 
 

@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["KEEP_MEMORY", "Commands", "Worker", "WorkerDied", "serve"]
+__all__ = ["KEEP_MEMORY", "REST_S", "Commands", "Worker", "WorkerDied", "serve"]
 
 KEEP_MEMORY = (
     "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:"
     "glibc.malloc.mmap_max=0:glibc.malloc.hugetlb=1"
 )
 """``GLIBC_TUNABLES`` that make glibc keep freed memory. Groupwise sets nearly the same by itself; here all sides are given it."""
+REST_S = 5.0
+"""After a call of vLLM, before another side's: its worker goes on asking for work for two seconds, on one of the cores."""
 
 
 class WorkerDied(RuntimeError):

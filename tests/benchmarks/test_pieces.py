@@ -21,7 +21,7 @@ from benchmarks.learning import difference, reached
 from benchmarks.memory import beyond_bounds
 from benchmarks.scaling import _growth
 from benchmarks.vllm_rollouts import measure as rollouts
-from benchmarks.workers import Worker, WorkerDied
+from benchmarks.workers import REST_S, Worker, WorkerDied
 from benchmarks.workload import even_tokens, problems, step_config
 from experiments import runs
 from experiments.common import read_block, read_numbers
@@ -138,8 +138,9 @@ def test_workload() -> None:
     assert changed.completions_per_step == 32
 
 
-def test_rollouts_are_taken_by_turns_and_shorter_ones_are_found_out() -> None:
+def test_rollouts_are_taken_by_turns_with_a_rest_and_shorter_ones_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
+    monkeypatch.setattr("benchmarks.vllm_rollouts.time.sleep", lambda seconds: calls.append(("rest", seconds)))
 
     class Sampler:
         def __init__(self, name: str, tokens: int) -> None:
@@ -153,7 +154,9 @@ def test_rollouts_are_taken_by_turns_and_shorter_ones_are_found_out() -> None:
             calls.append((self.name, "push"))
 
     found = rollouts({"a": Sampler("a", 5), "b": Sampler("b", 5)}, [None, None], 5, 2)  # type: ignore[dict-item, list-item]
-    assert calls == [(name, seed) for seed in (0, 1, 2) for name, seed in (("a", seed), ("b", seed), ("b", "push"))]
+    turn = (("b", "push"), ("rest", REST_S))  # the last one's worker goes on polling after its answer
+    assert calls == [call for seed in (0, 1, 2) for call in (("a", seed), ("b", seed), *turn)]
+    assert REST_S > 2
     assert {name: len(values) for name, values in found.items()} == {"a": 2, "b": 2, "push": 2}
     with pytest.raises(AssertionError, match="b sampled other lengths"):
         rollouts({"a": Sampler("a", 5), "b": Sampler("b", 4)}, [None], 5, 1)  # type: ignore[dict-item, list-item]
