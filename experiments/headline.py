@@ -131,7 +131,10 @@ def one_run(run: RunRecord, untrained: Evaluation | None = None) -> dict[str, An
     model before training, if it was asked the same prompts, and more, with the same limit."""
     asked = run.settings
     rollout = asked["rollout"]
-    greedy = sorted((_step(run, one), one.records) for one in run.evaluations if one.mode == "greedy")
+    # In the order of stages: after a warm start the policy that GRPO begins with takes the place of the untrained model.
+    greedy = [*{_step(run, one): one.records for one in run.evaluations if one.mode == "greedy"}.items()]
+    if not greedy:
+        raise SystemExit(f"{run.name} has no greedy evaluation: give 'evaluation.modes=[greedy]'")
     limit = asked["evaluation"]["max_completion_tokens"] or rollout["max_completion_tokens"]
     if greedy[0][0] > 0 and untrained is not None and untrained.conditions["max_tokens"] == limit:
         untrained_by_prompt = {(record["problem"], record["prompt"]): record for record in untrained.records}

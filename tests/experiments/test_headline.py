@@ -148,6 +148,21 @@ def test_a_run_that_was_not_judged_at_its_start_begins_where_the_untrained_model
         assert (found, change["fixed"]) == ([(1, 20, 0.2), (2, 20, 0.45)], 5)
 
 
+def test_a_run_with_a_warm_start_begins_where_grpo_did(run):
+    records = judged(Knows(6)).records
+    (run / "evaluations" / "warm_start-greedy.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (one,) = headline.measure([run])["runs"]
+    assert [(row["step"], row["strict"][0]) for row in one["evaluations"]] == [(0, 0.3), (1, 0.2), (2, 0.45)]
+    assert one["change"]["strict"]["difference"] == pytest.approx(0.15), "from 6 of 20 to 9"
+
+
+def test_a_run_with_sampled_evaluations_alone_is_refused(run):
+    for file in [*(run / "evaluations").iterdir()]:
+        file.rename(file.with_name(file.name.replace("greedy", "sampled")))
+    with pytest.raises(SystemExit, match=r"seed-3 has no greedy evaluation: give 'evaluation\.modes=\[greedy\]'"):
+        headline.measure([run])
+
+
 def test_another_seed_stands_beside_those_of_the_file(run, tmp_path):
     records, out = tmp_path / "judged.jsonl", ["--out", str(tmp_path)]
     write_records(records, [("models/before", [judged(Knows(2, 6))]), ("runs/seed-3", [judged(Knows(12))])])
