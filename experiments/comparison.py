@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.common import FIGURES, ROOT, Experiment, describe, earlier, markdown_table, publish, read_numbers
-from experiments.runs import Budget, Variant, run_all
+from experiments.runs import Budget, Variant, config_hash, run_all
 from groupwise.metrics import wilson_interval
 
 __all__ = [
@@ -98,6 +98,7 @@ def compare(comparison: Comparison, arguments: Sequence[str] | None = None) -> d
             "recipe": comparison.recipe,
             "equal": comparison.equal,
             "before": comparison.before,
+            "config": config_hash(comparison.recipe),
         }
         kept = read_numbers(comparison.name, options.out) if options.beside else None
         if kept is not None:
@@ -121,8 +122,8 @@ def _without_place(setting: str) -> str:
 def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """``found`` with the runs that ``kept`` has of the same variants and of other seeds.
 
-    Raises SystemExit where budget, settings, recipe, what is called before warm starts, or the warm start of a seed differ: such runs are
-    not to be compared.
+    Raises SystemExit where budget, settings, recipe or what it says, what is called before warm starts, or the warm start of a seed
+    differ: such runs are not to be compared.
     """
     _check_comparable(kept, found)
     for key in kept["starts"].keys() & found["starts"].keys():
@@ -169,6 +170,9 @@ def _check_comparable(kept: Mapping[str, Any], found: Mapping[str, Any]) -> None
     for key in ("budget", "settings", "recipe", "equal", *later):
         if kept.get(key) != found.get(key):
             raise SystemExit(f"--beside: the runs that are there had {key} {kept.get(key)}, these have {found.get(key)}")
+    if kept.get("config") != found.get("config"):
+        why = "had another recipe of this name" if "config" in kept else "do not say what their recipe was"
+        raise SystemExit(f"--beside: the runs that are there {why}: run all of them again")
 
 
 def _parse(comparison: Comparison, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Budget]:

@@ -20,6 +20,8 @@ from typing import Any
 
 from experiments.common import FIGURES, PAGE, ROOT, describe, environment, markdown_table, write_block
 from experiments.comparison import UP_TO_15
+from experiments.runs import config_hash
+from experiments.runs import settings_of as settings_of_recipe
 from groupwise.tracking.environment import installed_version
 
 __all__ = ["MODES", "Mode", "main", "report"]
@@ -55,16 +57,18 @@ def settings_of(mode: Mode, steps: int, problems: int, micro_batch_tokens: int) 
         f"training.micro_batch_tokens={micro_batch_tokens}",
         "evaluation.modes=[sampled]",
         "evaluation.show=0",
+        *settings_of_recipe("quickstart"),
         *UP_TO_15,
         *mode.settings,
     ]
 
 
 def carry_out(mode: Mode, settings: Sequence[str], work: Path) -> dict[str, Any]:
-    """The numbers of one run, from its file if it was made with these settings before."""
-    result = work / f"{mode.name}.json"
-    if result.is_file() and (found := json.loads(result.read_text(encoding="utf-8")))["settings"] == list(settings):
-        return dict(found)
+    """The numbers of one run, from its file if it was made with these settings and this recipe before."""
+    result, conditions = work / f"{mode.name}.json", {"settings": list(settings), "config": config_hash("quickstart")}
+    kept = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
+    if conditions.items() <= kept.items():
+        return dict(kept)
     folder = work / mode.name
     shutil.rmtree(folder, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
@@ -77,7 +81,7 @@ def carry_out(mode: Mode, settings: Sequence[str], work: Path) -> dict[str, Any]
     judged = {row["stage"]: row for row in summary["evaluations"]}
     found = {
         "name": mode.name,
-        "settings": list(settings),
+        **conditions,
         "accuracy": {stage: judged[stage]["strict_accuracy"] for stage in ("base", "warm_start", "final")},
         "interval": judged["final"]["strict_interval"],
         "problems": judged["final"]["n"],

@@ -6,6 +6,7 @@ that seed begins from its weights and sees the same problems in the same order. 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -30,6 +31,7 @@ __all__ = [
     "Variant",
     "carry_out",
     "carry_out_all",
+    "config_hash",
     "grpo_job",
     "run_all",
     "settings_of",
@@ -119,18 +121,18 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether there is a result of exactly these settings."""
+        """Whether there is a result of exactly these settings, and of the recipe as it is today."""
         try:
             found = json.loads(Path(self.result).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
-        same = all(found.get(key, value) == value for key, value in self.conditions.items())
+        same = all(found.get(key) == value for key, value in self.conditions.items())
         return same and (self.keep_model is None or Path(self.keep_model).is_dir())
 
     @property
     def conditions(self) -> dict[str, Any]:
         """What the numbers depend on."""
-        return {"settings": list(self.settings), "recipe": self.recipe, "before": self.before}
+        return {"settings": list(self.settings), "recipe": self.recipe, "before": self.before, "config": config_hash(self.recipe)}
 
 
 COMMON = ("evaluation.modes=[sampled]", "evaluation.at_start=false", "evaluation.show=0", "output.log_completions=0",
@@ -143,6 +145,14 @@ REWARDED_BY_TWO = ("quickstart", "gsm8k-1.5b-cpu")
 def settings_of(recipe: str) -> tuple[str, ...]:
     """Settings of a recipe's runs that its file no longer has."""
     return ("rewards.functions=[correctness, format]",) if recipe in REWARDED_BY_TWO else ()
+
+
+def config_hash(recipe: str) -> str:
+    """What a recipe's runs have by themselves, shortly: its file and the defaults change while its name stays."""
+    from groupwise.config import dump_config, load_config
+
+    config = load_config(recipe, [*COMMON, *settings_of(recipe)])
+    return hashlib.sha256(dump_config(config).encode()).hexdigest()[:12]
 
 
 def warm_start_job(

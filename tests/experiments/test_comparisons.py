@@ -1,7 +1,9 @@
 """Comparisons of runs: they start alike, are kept when finished, and their figures and tables say what the numbers say."""
 
+import json
 import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ from experiments.puzzle_large import COMPARISON as PUZZLE_LARGE
 from experiments.runs import Budget, Job, Variant, grpo_job, warm_start_job
 from experiments.stop_habit import COMPARISON as STOP_HABIT
 from groupwise import load_config
+from groupwise.config import dump_config
 from groupwise.config.presets import PRESETS
 from groupwise.data.order import problems_for_step
 from groupwise.errors import StoppedError
@@ -41,7 +44,7 @@ from groupwise.errors import StoppedError
 COMPARISONS = [CURVES, FAULTS, AHEAD, PUZZLE, PUZZLE_LARGE, STOP_HABIT, LOW_RATES]
 
 
-def test_runs_share_a_start_are_kept_and_repeated_only_when_their_settings_change(tiny_runs, tmp_path):
+def test_runs_share_a_start_are_kept_and_repeated_only_when_settings_or_recipe_change(tiny_runs, tmp_path, monkeypatch):
     call, carried_out, work = tiny_runs
     numbers = call([Variant("grpo", ("algorithm.preset=grpo",)), Variant("rloo", ("algorithm.preset=rloo",))])
     assert carried_out == ["warm-start-0", "grpo-0", "rloo-0"]
@@ -59,6 +62,11 @@ def test_runs_share_a_start_are_kept_and_repeated_only_when_their_settings_chang
     again = call([Variant("grpo", ("algorithm.preset=grpo",)), Variant("rloo", ("algorithm.preset=rloo", "algorithm.kl=null"))])
     assert carried_out == ["rloo-0"]
     assert again["runs"]["grpo"] == numbers["runs"]["grpo"]
+
+    carried_out.clear()
+    monkeypatch.setattr(runs, "config_hash", lambda recipe: "of the recipe after a change")
+    call([Variant("grpo", ("algorithm.preset=grpo",))])
+    assert carried_out == ["warm-start-0", "grpo-0"]
 
     shown = {**again, "settings": []}
     draw(shown, tmp_path / "curves.svg")
@@ -188,6 +196,26 @@ def test_runs_that_were_made_otherwise_are_not_kept_beside():
     with pytest.raises(SystemExit, match="the runs that are there had before m:f, these have None"):
         beside({**kept, "before": "m:f"}, {**found, "before": None})
     assert beside(kept, {**found, "before": "m:f"})["before"] == "m:f", "a file of earlier versions does not say it"
+
+
+def test_runs_of_a_recipe_that_has_changed_are_not_kept_beside(tmp_path, monkeypatch):
+    """Budget, settings and the recipe's name are the same."""
+    recipe, numbers = tmp_path / "own.yaml", {**made_up([30]), "start_of": {}}
+    monkeypatch.setattr("experiments.comparison.run_all", lambda *given, **_: {**numbers, "budget": given[2].to_json()})
+
+    def call(warm_start_steps, *options):
+        recipe.write_text(dump_config(load_config("quickstart", [f"warm_start.steps={warm_start_steps}"])))
+        compare(replace(FAULTS, recipe=str(recipe)), ["--out", str(tmp_path), *options])
+
+    call(12)
+    call(12, "--beside")
+    with pytest.raises(SystemExit, match="the runs that are there had another recipe of this name: run all of them again"):
+        call(6, "--beside")
+    earlier = read_numbers("faults", tmp_path)
+    del earlier["config"]
+    (tmp_path / "faults.json").write_text(json.dumps(earlier))
+    with pytest.raises(SystemExit, match="the runs that are there do not say what their recipe was"):
+        call(12, "--beside")
 
 
 def test_what_cannot_stand_beside_is_said_before_any_run(tmp_path, monkeypatch):

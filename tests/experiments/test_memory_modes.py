@@ -13,6 +13,12 @@ def test_every_mode_is_a_recipe_with_other_settings_and_no_two_are_the_same():
         assert (config.optimizer.learning_rate >= 1e-4) == (config.model.lora is not None)
 
 
+def test_all_modes_have_the_rewards_of_the_runs_on_the_page():
+    for mode in MODES:
+        rewards = load_config("quickstart", settings_of(mode, 5, 20, 1024)).rewards.functions
+        assert [one.function for one in rewards] == ["correctness", "format"]
+
+
 def test_the_table_has_what_was_measured():
     found = {"date": "2026-01-01", "code": None, "processor": "X", "cores": 2, "torch": "2", "transformers": "5",
              "bitsandbytes": "0.50.2", "peft": "0.21"}  # fmt: skip
