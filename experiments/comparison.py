@@ -224,7 +224,10 @@ def held_out(numbers: Mapping[str, Any], variant: str) -> dict[int, list[float]]
 
 
 def pooled(numbers: Mapping[str, Any], variant: str) -> tuple[float, tuple[float, float], int]:
-    """Strict accuracy after the last step over all seeds together, its 95% interval (Wilson), and the number of answers."""
+    """Strict accuracy after the last step over all seeds together, its 95% interval (Wilson), and the number of answers.
+
+    The interval takes all answers as independent, though those of a run share its weights.
+    """
     right, n = _counts(numbers, variant, list(numbers["runs"][variant]))
     return right / n, wilson_interval(right, n), n
 
@@ -362,7 +365,8 @@ def report(
             "Lines: right completions of a step, averaged over three steps; mean and range over the seeds. "
             f"Dashed: `{next(iter(numbers['runs']))}`. Points: held-out problems.",
             markdown_table(header, rows),
-            f"Held out: {budget['problems']} problems, strict, at temperature 1{_over(seeds)}. All seeds: with a 95% interval (Wilson's). "
+            f"Held out: {budget['problems']} problems, strict, at temperature 1{_over(seeds)}. All seeds: with a 95% interval (Wilson's) "
+            "that takes all answers as independent; what a seed does comes on top. "
             "Gradient norm: the median before clipping; clipped: the share of steps above `optimizer.max_grad_norm`.",
             f"Each run: {budget['steps']} steps of {budget['prompts_per_step']} problems x {budget['completions_per_prompt']} "
             f"completions where its name says nothing else{all_have}.{took}{missing} {describe(numbers)}",

@@ -97,6 +97,7 @@ def test_the_table_says_what_the_numbers_say():
     assert low < 0.4 < high
     row = next(line for line in report(numbers, "x").splitlines() if line.startswith("| `grpo`"))
     assert "Not run: `rloo-2`." in report(numbers, "x")
+    assert "takes all answers as independent; what a seed does comes on top" in report(numbers, "x")
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:3] == ["20% (20% to 20%)", "40% (30% to 50%)"]
     assert cells[4:] == ["50%", "3", "67%", "3.0"], "the last step, median norm, two of three norms above 1, seconds"
