@@ -1,5 +1,6 @@
 """TRL's whole steps at the shape and lengths of ``benchmarks.gpu``. A worker that runs in an environment with TRL (see
-``benchmarks.workers``); on a GPU vLLM samples in the trainer's process and sleeps meanwhile, elsewhere TRL's own `generate`.
+``benchmarks.workers``); on a GPU vLLM samples in the trainer's process and sleeps meanwhile, elsewhere TRL's own `generate`. The
+model is bf16, so AdamW's moments are too, and there are no masters.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main(commands: Commands, settings: dict[str, Any]) -> None:
     beside: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True} if vllm else {}
     arguments = GRPOConfig(
         output_dir=settings["folder"], use_cpu=not on_gpu, bf16=True, gradient_checkpointing=settings["gradient_checkpointing"],
-        per_device_train_batch_size=settings["samples"], gradient_accumulation_steps=settings["sequences"] // settings["samples"],
+        per_device_train_batch_size=settings["rows"], gradient_accumulation_steps=settings["sequences"] // settings["rows"],
         num_generations=settings["samples"], max_completion_length=settings["completion_tokens"], beta=0.0,
         learning_rate=settings["learning_rate"], max_steps=settings["steps"], logging_steps=settings["steps"], save_strategy="no",
         report_to=[], disable_tqdm=True, seed=0, **beside,

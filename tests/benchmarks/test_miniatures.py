@@ -226,6 +226,7 @@ def test_gpu_steps_of_trl_are_medians_and_it_is_said_where_it_cannot_be_had(monk
             if settings["shape"] != "tiny":
                 raise WorkerDied("it ended\nNo module named 'trl'")
             assert (Path(settings["model"]) / "tokenizer.json").is_file()
+            assert settings["rows"] == 8
             assert len(trl_gpu_worker.rows_of(settings)) == 4 * 8 // 4
             assert all(4 <= len(row["prompt"]) <= 8 for row in trl_gpu_worker.rows_of(settings))
 
@@ -239,9 +240,29 @@ def test_gpu_steps_of_trl_are_medians_and_it_is_said_where_it_cannot_be_had(monk
     words = ["--device", "cpu", "--sequences", "8", "--samples", "4", "--prompt-tokens", "8", "--completion-tokens", "8"]
     args = gpu.options().parse_args(words)
     found = gpu._by_trl(args, "tiny")
-    assert found == {"seconds": 3.0, "tokens_per_s": 4.0, "peak_memory_gib": 8.0, "trl": "1.16.0", "vllm": "0.32.0"}
+    versions = {"trl": "1.16.0", "vllm": "0.32.0"}
+    assert found == {"seconds": 3.0, "tokens_per_s": 4.0, "peak_memory_gib": 8.0, "rows": 8, **versions}
     assert gpu._by_trl(args, "0.5b") == {"failed": "No module named 'trl'"}
     assert "0.5b, TRL: not measured" in capsys.readouterr().out
+    gpu._print({"tiny": {"step": {"seconds": 1.0}, "trl": found}, "7b": {"step": {"seconds": 1.0}}})
+    printed = capsys.readouterr().out
+    assert "all weights are bf16, and so is TRL's AdamW" in printed
+    tiny, large = printed.splitlines()[-2:]
+    assert tiny.split()[-6:] == "8 fp32 masters and moments 8".split()
+    assert large.split()[-2:] == ["bf16", "-"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "words", "rows"),
+    [
+        ("1.5b", [], 16),  # 16,384 tokens are 21 rows of 256 and 512, and 256 are no multiple of 21
+        ("1.5b", ["--micro-batch-tokens", "4096"], 4),
+        ("7b", ["--micro-batch-tokens", "512"], 1),
+        ("tiny", ["--sequences", "12", "--samples", "4", "--prompt-tokens", "8", "--completion-tokens", "24"], 6),
+    ],
+)
+def test_trl_learns_as_many_rows_at_a_time_as_a_micro_batch_has_tokens(shape: str, words: list[str], rows: int) -> None:
+    assert gpu._rows(gpu.options().parse_args(words), shape) == rows
 
 
 def test_gpu_prompts_are_new_in_every_step() -> None:
