@@ -2,8 +2,8 @@
 tokens/s, model FLOPs utilisation and peak memory; and a whole step, with `--trl-python` against TRL with vLLM in its process. Every
 step has new prompts, new lengths and another seed, as in a run.
 
-All weights are bf16. Groupwise keeps fp32 masters and moments beside them where a shape has room (all but 7b). TRL's AdamW works on
-the bf16 weights with bf16 moments: that takes less memory and time, and drops most updates at small rates. TRL learns as many
+All weights are bf16. Groupwise keeps fp32 masters and moments beside them where a shape has room (all but 7b). TRL's AdamW works
+on the bf16 weights with bf16 moments: that takes less memory and time, and drops most updates at small rates. TRL learns as many
 completions at a time as fit into groupwise's micro-batch at full length.
 
 Without CUDA it runs in miniature on the CPU, which shows that it works and nothing more.

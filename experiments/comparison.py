@@ -122,8 +122,8 @@ def _without_place(setting: str) -> str:
 def beside(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """``found`` with the runs that ``kept`` has of the same variants and of other seeds.
 
-    Raises SystemExit where budget, settings, recipe or what it says, what is called before warm starts, or the warm start of a seed
-    differ: such runs are not to be compared.
+    Raises SystemExit where budget, settings, recipe or what it says, what is called before warm starts, or the warm start of a
+    seed differ: such runs are not to be compared.
     """
     _check_comparable(kept, found)
     for key in kept["starts"].keys() & found["starts"].keys():
@@ -365,8 +365,8 @@ def report(
             "Lines: right completions of a step, averaged over three steps; mean and range over the seeds. "
             f"Dashed: `{next(iter(numbers['runs']))}`. Points: held-out problems.",
             markdown_table(header, rows),
-            f"Held out: {budget['problems']} problems, strict, at temperature 1{_over(seeds)}. All seeds: with a 95% interval (Wilson's) "
-            "that takes all answers as independent; what a seed does comes on top. "
+            f"Held out: {budget['problems']} problems, strict, at temperature 1{_over(seeds)}. All seeds: with a 95% interval "
+            "(Wilson's) that takes all answers as independent; what a seed does comes on top. "
             "Gradient norm: the median before clipping; clipped: the share of steps above `optimizer.max_grad_norm`.",
             f"Each run: {budget['steps']} steps of {budget['prompts_per_step']} problems x {budget['completions_per_prompt']} "
             f"completions where its name says nothing else{all_have}.{took}{missing} {describe(numbers)}",
