@@ -53,8 +53,8 @@ class Clock:
 
 
 def make_trainer(settings: dict[str, Any]) -> GRPOTrainer:
-    """TRL at W, with the fastest settings found for it on CPUs: fp32 weights, under bf16 autocast where the processor has instructions for
-    it, as many completions at a time as a group has, gradients accumulated over the groups, sdpa, no checkpointing."""
+    """TRL at W as it comes: fp32 weights, under bf16 autocast where the processor has instructions for it, as many completions at a
+    time as a group has, gradients accumulated over the groups, sdpa, no checkpointing. Others, such as bf16 weights, were not timed."""
     workload = settings["workload"]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, attn_implementation="sdpa")
