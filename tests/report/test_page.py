@@ -19,7 +19,7 @@ from groupwise.report import write_report
 from groupwise.report.curves import bands, quantile, taken, thin
 from groupwise.report.page import SCRIPTS, content_policy, pack_columns, script, script_json, style
 from groupwise.report.payload import differences, flat
-from groupwise.report.transcripts import COLUMNS, around_questions, as_turn
+from groupwise.report.transcripts import COLUMNS, TokenPieces, around_questions, as_turn
 from groupwise.tracking.reading import read_run
 from groupwise.types import ToolCall, Turn
 
@@ -123,6 +123,18 @@ def test_scores_say_how_they_were_taken(tmp_path):
     (tmp_path / "run" / "config.yaml").unlink()
     data, _, _ = parts(write_report([tmp_path / "run"]).path)
     assert data["runs"][0]["asked"] == []
+
+
+@pytest.mark.parametrize("place", ["closed/mine", "~nobody-of-that-name/mine"])
+def test_another_users_model_and_data_leave_a_page_without_pieces_and_conditions(tmp_path, deny, place):
+    mine = place.replace("closed", str(tmp_path / "closed"))
+    story = Story(steps=3, overrides=[f"model.name={mine}", f"data.eval_source={mine}.jsonl"], finished=False)
+    folder = write_run(tmp_path / "run", story)
+    deny("exists")
+    deny("is_file")
+    run = parts(write_report([folder]).path)[0]["runs"][0]
+    assert (run["asked"], run["transcripts"]["count"]) == ([], 3 * GROUPS * G)
+    assert TokenPieces(read_run(folder)).tokenizer is None
 
 
 def test_held_out_problems_are_there_with_every_stage(tmp_path):

@@ -16,7 +16,7 @@ from groupwise.config.load import changed_settings
 from groupwise.config.objective import GroupAdvantage
 from groupwise.data.prompts import resolve_system
 from groupwise.doctor import diagnose_run, verdict_on
-from groupwise.errors import DataError
+from groupwise.errors import DataError, GroupwiseError
 from groupwise.evaluation.figures import (
     crosstab,
     first_samples,
@@ -267,6 +267,8 @@ def asked(run: RunRecord) -> list[str]:
     for mode in modes:
         settings = sampling_settings(run.config, mode)
         told = recorded_conditions(run, mode) or conditions_here(run.config)
+        if told is None:
+            continue
         how = {"mode": mode, "temperature": settings.temperature, "max_tokens": settings.max_tokens, "conditions": told}
         lines.append(clean(f"Asked: {condition_line({**latest[mode], **how})}."))
     return lines
@@ -282,9 +284,12 @@ def recorded_conditions(run: RunRecord, mode: str) -> dict[str, Any] | None:
     return told if isinstance(told.get("available"), int) else {**told, "available": None}
 
 
-def conditions_here(config: Config) -> dict[str, Any]:
-    system, style = resolve_system(config.prompt, config.data)
-    return {"style": style, "seed": config.evaluation.seed, **conditions(config, system)}
+def conditions_here(config: Config) -> dict[str, Any] | None:
+    try:
+        system, style = resolve_system(config.prompt, config.data)
+        return {"style": style, "seed": config.evaluation.seed, **conditions(config, system)}
+    except (GroupwiseError, OSError, RuntimeError):  # another user's data, or a home folder that is not known here
+        return None
 
 
 def comparisons(run: RunRecord) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ import base64
 import json
 import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -245,11 +246,11 @@ class TokenPieces:
 
         for folder in self.folders():
             path = folder / "tokenizer.json"
-            if path.is_file():
-                try:
+            try:
+                if path.is_file():
                     return Tokenizer.from_file(str(path))
-                except Exception:  # the library raises bare exceptions for a damaged file
-                    continue
+            except Exception:  # a folder that may not be looked into; the library raises bare exceptions for a damaged file
+                continue
         return None
 
     def folders(self) -> list[Path]:
@@ -273,8 +274,9 @@ def local_folder(name: str, revision: str | None) -> Path | None:
 
     if name == EMBEDDED_NAME:
         return embedded_folder()
-    if is_folder_name(name):
-        return Path(name).expanduser()
+    with suppress(OSError, RuntimeError):  # it may not be looked for there, or no such home folder is known
+        if is_folder_name(name):
+            return Path(name).expanduser()
     try:
         cached = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
     except HFValidationError:

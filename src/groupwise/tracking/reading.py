@@ -185,7 +185,7 @@ def answer_style(config: Config | None) -> AnswerStyle:
     """The style that the run's prompt asks for; ``xml`` where that cannot be told any more."""
     try:
         return resolve_system(config.prompt, config.data)[1] if config else "xml"
-    except (GroupwiseError, OSError):
+    except (GroupwiseError, OSError, RuntimeError):  # RuntimeError: a home folder that is not known here
         return "xml"
 
 
