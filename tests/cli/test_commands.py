@@ -129,11 +129,12 @@ def test_the_version_is_the_package_s(groupwise):
     assert groupwise("--version").stdout == f"groupwise {package.__version__}\n"
 
 
-def python_m_groupwise(*words, **environment):
+def python_m_groupwise(*words, encoding=None, **environment):
     import os
 
-    command = [sys.executable, "-m", "groupwise", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    command = [sys.executable, "-m", "groupwise", *map(str, words)]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, encoding=encoding, check=False, env=environment)
 
 
 def test_python_m_groupwise_prints_a_mistake_as_one_line_and_exits_with_2():
@@ -142,6 +143,23 @@ def test_python_m_groupwise_prints_a_mistake_as_one_line_and_exits_with_2():
     assert done.stdout == ""
     assert done.stderr.startswith("groupwise: rollout.completions_per_prompt is 1, but must be at least 2: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_is_piped_is_utf8_in_any_locale(tiny_model, tmp_path, monkeypatch):
+    import io
+
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"question": f"答é {i}?", "answer": i}) + "\n" for i in range(4)))
+    words = ["data", "inspect", data, "--model", tiny_model, "--json"]
+    done = python_m_groupwise(*words, PYTHONIOENCODING="latin-1", encoding="utf-8")
+    assert json.loads(done.stdout)["examples"][0]["question"] == "答é 0?", done.stderr
+    piped = io.TextIOWrapper(io.BytesIO("答é".encode()), encoding="latin-1")
+    for name, stream in (("stdin", piped), ("stdout", io.StringIO()), ("stderr", io.StringIO())):
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr(sys, "argv", ["groupwise", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert piped.read() == "答é"
 
 
 LOUD = """

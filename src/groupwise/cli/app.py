@@ -172,6 +172,10 @@ def main() -> None:
     if sys.platform == "win32":
         typer.echo("groupwise: Windows is not supported: run it in WSL, the Windows Subsystem for Linux", err=True)
         raise SystemExit(2)
+    for stream in (sys.stdin, sys.stdout):
+        # Questions, answers and JSON in files and pipes are UTF-8 whatever the locale.
+        if hasattr(stream, "reconfigure") and not stream.isatty():
+            stream.reconfigure(encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         # A terminal in a narrow encoding shows a replacement instead of stopping a run over one character.
         if hasattr(stream, "reconfigure"):
