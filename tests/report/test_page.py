@@ -150,6 +150,19 @@ def test_held_out_problems_are_there_with_every_stage(tmp_path):
     assert compared["p_value"] == pytest.approx(2 / 2**22)
 
 
+def test_held_out_texts_lie_in_portions_that_are_quickly_unpacked(tmp_path):
+    """However many stages there are: they open with the page."""
+    stages = [(f"step-{i + 1}", 0.5) for i in range(100)]
+    story = Story(steps=3, held_out=10, evaluations=stages, extra={"response": "it is 77. " * 500})
+    data, packed, blocks = parts(write_report([write_run(tmp_path / "run", story)]).path)
+    texts = {a["id"]: len(unpacked(text)) for a, text in blocks.scripts if a.get("type") == "text/plain"}
+    assert max(size for name, size in texts.items() if name.startswith("e-")) < 1_000_000
+    for mode in data["runs"][0]["held_out"]:
+        sizes = [len(packed[f"e-0-{mode['first_portion'] + i}"]) for i in range(len(mode["starts"]))]
+        assert [sum(sizes[:i]) for i in range(len(sizes))] == mode["starts"]
+        assert sum(sizes) == len(mode["problems"]) == 10
+
+
 def judged_again(folder, change):
     """The held-out records of a run, with what ``change`` makes of each stage's."""
     for file in (folder / "evaluations").glob("*.jsonl"):

@@ -28,8 +28,7 @@ from groupwise.evaluation.figures import (
 )
 from groupwise.evaluation.judging import EvaluationMode, conditions, sampling_settings
 from groupwise.report.curves import QUANTILES, bands, curves, taken
-from groupwise.report.page import pack_json
-from groupwise.report.transcripts import transcripts
+from groupwise.report.transcripts import fill_portions, transcripts
 from groupwise.tracking.environment import installed_version
 from groupwise.tracking.files import finite
 from groupwise.tracking.metric_table import describe_metric
@@ -213,10 +212,6 @@ def _in_one_cell(table: Mapping[str, str], section: str) -> Mapping[str, str]:
     return {**{path: value for path, value in table.items() if path not in inside}, section: text}
 
 
-PORTION = 100
-"""Problems that are packed together."""
-
-
 def evaluation_rows(run: RunRecord) -> list[dict[str, Any]]:
     """One row per stage and mode, counted again from the records, with 95% intervals clustered by problem."""
     return [evaluation_row(evaluation) for evaluation in run.evaluations]
@@ -340,6 +335,9 @@ def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
         by_stage = [{record["problem"]: record for record in reversed(e.records)} for e in stages]
         key = headline_verdict(*(e.records for e in stages))
         problems = list(dict.fromkeys(record["problem"] for e in stages for record in e.records))
+        entries = [said(problem, by_stage) for problem in problems]
+        sizes = [len(entry["question"]) + sum(len(one[0]) for one in entry["said"] if one) for entry in entries]
+        starts, texts = fill_portions(zip(entries, sizes, strict=True))
         tables.append(
             {
                 "mode": mode,
@@ -348,11 +346,10 @@ def held_out(run: RunRecord) -> tuple[list[dict[str, Any]], list[str]]:
                 "several": max(len(e.records) / len(records) for e, records in zip(stages, by_stage, strict=True)) > 1,
                 "verdicts": ["".join(verdict(records.get(p), key) for p in problems) for records in by_stage],
                 "first_portion": len(portions),
-                "portion": PORTION,
+                "starts": starts,
             }
         )
-        for start in range(0, len(problems), PORTION):
-            portions.append(pack_json([said(p, by_stage) for p in problems[start : start + PORTION]]))
+        portions += texts
     return tables, portions
 
 

@@ -21,7 +21,7 @@ from groupwise.tracking.files import finite
 from groupwise.tracking.reading import CompletionRecord, RunRecord
 from groupwise.types import ToolCall, Turn
 
-__all__ = ["COLUMNS", "Portions", "TokenPieces", "around_questions", "transcripts"]
+__all__ = ["COLUMNS", "Portions", "TokenPieces", "around_questions", "fill_portions", "transcripts"]
 
 PORTION = 150_000
 """Characters of text after which a portion is closed: small enough to unpack in a few milliseconds."""
@@ -46,7 +46,9 @@ def transcripts(run: RunRecord) -> tuple[dict[str, object], Portions]:
     groups = [list(rows) for _, rows in groupby(run.completions, key=lambda r: (r.step, r.problem, r.occurrence))]
     problems = {name: i for i, name in enumerate(dict.fromkeys(record.problem for record in run.completions))}
     columns = fill_columns(groups, problems)
-    starts, portions = fill_portions(groups, names, TokenPieces(run))
+    pieces = TokenPieces(run)
+    sizes = (sum(len(r.text) for r in group) + len(group[0].prompt) for group in groups)
+    starts, portions = fill_portions(zip((as_group(group, names, pieces) for group in groups), sizes, strict=True))
     table = {
         "count": len(run.completions),
         "problems": list(problems),
@@ -113,19 +115,17 @@ def flags_of(record: CompletionRecord) -> int:
     )
 
 
-def fill_portions(
-    groups: Sequence[Sequence[CompletionRecord]], names: Sequence[str], pieces: TokenPieces
-) -> tuple[list[int], Portions]:
-    """The number of each portion's first group, and the portions."""
+def fill_portions(entries: Iterable[tuple[dict[str, Any], int]]) -> tuple[list[int], Portions]:
+    """Of entries with their characters: the number of each portion's first one, and the portions."""
     starts: list[int] = []
     portions: Portions = []
-    waiting: list[dict[str, object]] = []
+    waiting: list[dict[str, Any]] = []
     size = 0
-    for number, group in enumerate(groups):
+    for number, (entry, characters) in enumerate(entries):
         if not waiting:
             starts.append(number)
-        waiting.append(as_group(group, names, pieces))
-        size += sum(len(r.text) for r in group) + len(group[0].prompt)
+        waiting.append(entry)
+        size += characters
         if size >= PORTION:
             portions.append(pack_json(waiting))
             waiting, size = [], 0

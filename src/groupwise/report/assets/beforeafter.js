@@ -56,8 +56,8 @@ function stepper(count, page, go) {
 }
 
 async function pairOf(run, held, problem, chosen) {
-  const portion = Math.floor(problem / held.portion);
-  const one = (await unpackBlock('e-' + run + '-' + (held.first_portion + portion)))[problem - portion * held.portion];
+  const portion = lastNotAbove(held.starts, problem);
+  const one = (await unpackBlock('e-' + run + '-' + (held.first_portion + portion)))[problem - held.starts[portion]];
   const [before, after] = [one.said[chosen.before], one.said[chosen.after]];
   const side = (said, stage, which) => el('div', {}, el('h4', {}, stageName(held.stages[stage]), ' ', verdictOf(VERDICT_FLAGS[held.verdicts[stage][problem]] | (said && said[2] !== 'stop' ? TRUNCATED : 0))),
     said ? [differing(before ? before[0] : '', after ? after[0] : '', which), el('p', { class: 'note' }, 'found ' + (said[1] === null ? 'nothing' : said[1]) + ', ' + number(said[3]) + ' tokens')] : el('p', {}, 'not asked'));
