@@ -347,6 +347,23 @@ def test_words_are_looked_for_once_in_each_portion_of_texts_whatever_the_order(p
     browser.until("document.querySelector('.row .facts')?.textContent.startsWith('step 60 ')")
 
 
+def test_texts_that_come_late_do_not_replace_what_was_asked_for_since(page):
+    browser = page(Story(write=lambda step, p, group, sample, answer: Written("a long text " * 400)))
+    ready(browser)
+    browser.run(
+        "(() => { const own = Response.prototype.arrayBuffer; Response.prototype.arrayBuffer = function () { "
+        "Response.prototype.arrayBuffer = own; const made = own.call(this); "
+        "return new Promise((resolve) => { window.release = () => resolve(made); }); }; })()"
+    )
+    set_control(browser, "Step from", "31")
+    browser.until("window.release")
+    set_control(browser, "Step from", "")
+    count(browser, 60 * GROUPS * G)
+    browser.run("(window.release(), new Promise((resolve) => setTimeout(resolve, 300)))")
+    count(browser, 60 * GROUPS * G)
+    assert texts(browser, ".row .facts")[0].startswith("step 1 ")
+
+
 def test_a_group_explains_its_advantages(page):
     browser = page(Story())
     ready(browser)

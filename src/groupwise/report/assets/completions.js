@@ -99,7 +99,8 @@ function completionsSection() {
         replaceChildren(list, pager(0, 0, () => {}), el('p', { id: 'nothing' }, 'Nothing matches. ', el('button', { type: 'button', click: clear }, 'clear the filters')));
         return;
       }
-      replaceChildren(list, pager(rows.length, page, (to) => { page = to; update(); }), await rowsOf(table, rows.slice(page * PAGE, (page + 1) * PAGE), (row) => showGroup(detail, table, row)));
+      const made = await rowsOf(table, rows.slice(page * PAGE, (page + 1) * PAGE), (row) => showGroup(detail, table, row));
+      if (alive()) replaceChildren(list, pager(rows.length, page, (to) => { page = to; update(); }), made);
     } catch (error) { replaceChildren(list, el('p', { class: 'error' }, String(error.message || error))); }
   };
   const set = (key, read) => (event) => { filter[key] = read(event.target.value); page = 0; update(); };
