@@ -365,12 +365,13 @@ def test_texts_that_come_late_do_not_replace_what_was_asked_for_since(page):
 
 
 def test_a_group_explains_its_advantages(page):
-    browser = page(Story())
+    browser = page(Story(metrics=lambda step, p: {"groups/failed": float(step == 1)}))
     ready(browser)
     browser.run("document.querySelectorAll('.row')[2].click()")
     browser.until("document.getElementById('how')")
     how = texts(browser, "#how")[0]
     assert "less the group’s mean" in how
+    assert "(tokens × 56 completions of the step)" in how, "one group of 8 was left out"
     assert how.endswith("Counted again here: the same.")
     assert browser.run("document.querySelectorAll('#group tbody tr').length") == G
     browser.run("document.querySelectorAll('#group tbody button')[5].click()")

@@ -378,6 +378,15 @@ def test_weights_and_the_rule_of_advantages_are_those_of_the_settings(tmp_path):
     )
 
 
+def test_completions_of_groups_that_were_left_out_are_told_by_step(tmp_path):
+    def left_out(name, *overrides):
+        story = Story(steps=3, overrides=overrides, metrics=lambda step, p: {"groups/failed": float(step == 2)})
+        return parts(write_report([write_run(tmp_path / name, story)]).path)[0]["runs"][0]["advantage"]["left_out"]
+
+    assert left_out("run") == {"2": 8}
+    assert left_out("refilled", "rollout.refill_rounds=1") == {}
+
+
 def test_a_report_without_texts_has_none(tmp_path):
     story = Story(
         write=lambda step, p, group, sample, answer: Written("the secret answer"), extra={"response": "the secret answer"}

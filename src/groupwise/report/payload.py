@@ -144,6 +144,7 @@ def advantage_rule(run: RunRecord) -> Mapping[str, Any] | None:
     algorithm, rollout = run.config.algorithm, run.config.rollout
     advantage, kl = algorithm.advantage, algorithm.kl
     by_group = advantage if isinstance(advantage, GroupAdvantage) else None
+    failed = [] if rollout.refill_rounds else run.series("groups/failed")  # refills take their places
     return {
         "type": advantage.type,
         "baseline": by_group and by_group.baseline,
@@ -153,6 +154,7 @@ def advantage_rule(run: RunRecord) -> Mapping[str, Any] | None:
         "kl_placement": kl.placement if kl else None,
         "steps": any(name.startswith("steps/") for name in run.metric_names()),
         "completions": run.config.completions_per_step,
+        "left_out": {step: round(groups) * rollout.completions_per_prompt for step, groups in failed if groups},
         "max_tokens": rollout.max_completion_tokens,
     }
 

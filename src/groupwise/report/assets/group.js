@@ -3,9 +3,9 @@
 const SHORT_PROMPT = 800;
 
 async function showGroup(place, table, row) {
-  const run = state.data.runs[table.index];
   const number_ = table.group[row], first = table.firstRow[number_];
   const group = await groupAt(table, number_);
+  const run = atStep(state.data.runs[table.index], group.step);
   const rows = group.rows.map((one, i) => ({
     ...one, i: first + i, reward: table.reward[first + i], advantage: table.advantage[first + i], tokens: table.tokens[first + i], flags: table.flags[first + i], sample: table.sample[first + i],
   }));
@@ -22,6 +22,12 @@ async function showGroup(place, table, row) {
     againstAnother(rows, chosen));
   place.scrollIntoView({ block: 'nearest' });
   place.querySelector('h3').focus({ preventScroll: true });  // whoever came by keyboard goes on from here
+}
+
+// The run with the completions of this step in its rule: those of groups that could not be scored are left out of the loss.
+function atStep(run, step) {
+  const rule = run.advantage;
+  return rule ? { ...run, advantage: { ...rule, completions: rule.completions - (rule.left_out[step] || 0) } } : run;
 }
 
 function scoresTable(run, components, rows, open, row) {
