@@ -151,11 +151,13 @@ def test_a_run_s_results_are_data_frames(result):
     assert ((evaluations["strict_low"] <= evaluations["strict"]) & (evaluations["strict"] <= evaluations["strict_high"])).all()
 
 
-def test_a_result_has_a_chart_and_a_short_view(result, tmp_path):
+def test_a_result_has_a_chart_and_a_short_view(result, tmp_path, monkeypatch):
     chart = result.plot("reward/mean", "reward/letters")
     assert chart.svg().count("<polyline") == 2
     assert len(re.search('points="([^"]+)"', chart.svg())[1].split()) == 3
     assert chart.save(tmp_path / "chart.svg").read_text(encoding="utf-8").startswith("<svg ")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert chart.save("~/at-home.svg") == tmp_path / "at-home.svg"
     with pytest.raises(ConfigError, match="'reward' is no metric of this run"):
         result.plot("reward")
     assert groupwise.RunResult.of(result.folder).evaluations.equals(result.evaluations)

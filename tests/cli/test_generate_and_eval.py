@@ -530,6 +530,13 @@ def test_a_place_for_records_that_may_not_be_looked_into_is_named(groupwise, tmp
     assert "cannot be written (Permission denied: " in flat(result.stderr)
 
 
+def test_a_tilde_in_out_is_the_home_folder(groupwise, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.cli.evaluate._judge", None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = groupwise("eval", "smollm2-135m-instruct", "--data", "arithmetic", "--out=~/")
+    assert f"--out {str(tmp_path)!r} is a folder" in flat(result.stderr)
+
+
 def test_what_a_stopped_evaluation_left_must_be_a_file(groupwise, tiny_model, problems, tmp_path):
     (tmp_path / "mine.jsonl.partial").mkdir()
     result = groupwise("eval", tiny_model, "--data", problems, "--out", tmp_path / "mine.jsonl")

@@ -9,6 +9,7 @@ import re
 import zlib
 from array import array
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from doctor.miniature_runs import GROUPS, G, Story, Written, write_run
@@ -440,8 +441,15 @@ def test_a_place_that_may_not_be_looked_into_is_named(tmp_path, deny):
 
 
 def test_runs_in_folders_of_one_name_are_told_apart(tmp_path):
-    folders = [write_run(tmp_path / name / "run", Story(steps=3)) for name in ("a", "b")]
-    assert write_report(folders, tmp_path / "r.html").runs == ("a/run", "b/run")
+    folders = [write_run(tmp_path / name / "run", Story(steps=3)) for name in ("a", "b", "a/runs", "b/runs")]
+    assert write_report(folders[:2], tmp_path / "r.html").runs == ("a/run", "b/run")
+    assert write_report(folders[1:], tmp_path / "r.html").runs == ("b/run", "a/runs/run", "b/runs/run")
+    assert write_report([folders[0], *folders[:2]], tmp_path / "r.html").runs == ("a/run (1)", "a/run (2)", "b/run")
+
+
+def test_a_tilde_in_the_page_s_place_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert write_report([write_run(tmp_path / "run", Story(steps=3))], Path("~/r.html")).path == tmp_path / "r.html"
 
 
 @pytest.mark.parametrize(

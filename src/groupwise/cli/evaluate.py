@@ -73,6 +73,7 @@ def evaluate(
       groupwise eval both.jsonl
     """
     check_device_map(device_map, num_processes)
+    out = out.expanduser() if out is not None else None  # of --out=~/x a shell leaves the tilde
     if out is not None and os.environ.get("RANK", "0") == "0":
         _check_out(out)
     start_processes(num_processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ def write_report(paths: Sequence[Path | str], out: Path | None = None, *, comple
         ConfigError: a folder is no run's, or the file cannot be written, or is there already and no report.
     """
     runs = unique_names([read_run(path) for path in paths])
-    target = out or default_path(runs)
+    target = (out or default_path(runs)).expanduser()
     try:
         check_target(target)
     except PermissionError as error:
@@ -76,8 +77,11 @@ def check_target(path: Path) -> None:
 
 
 def unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Two runs in folders of one name are told apart by the folder above."""
+    """Runs in folders of one name are told apart by the folders above, and one that is named twice by a number."""
+    places = [run.path.absolute().parts for run in runs]
     names = [run.name for run in runs]
-    return [
-        replace(run, name=f"{run.path.absolute().parent.name}/{run.name}") if names.count(run.name) > 1 else run for run in runs
-    ]
+    for depth in range(2, max(map(len, places), default=0) + 1):
+        shared = Counter(name for name, _ in set(zip(names, places, strict=True)))
+        names = [str(Path(*own[-depth:])) if shared[name] > 1 else name for name, own in zip(names, places, strict=True)]
+    numbered = [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+    return [replace(run, name=name) for run, name in zip(runs, numbered, strict=True)]

@@ -182,7 +182,7 @@ class Chart:
 
     def save(self, path: str | Path) -> Path:
         """Write the SVG; returns its path."""
-        target = Path(path)
+        target = Path(path).expanduser()
         target.write_text(self.svg(), encoding="utf-8")
         return target
 
