@@ -113,9 +113,9 @@ def diagnose(what: Settings | Place, overrides: Overrides = (), *, rewards: Rewa
     what makes a run impossible, and for overrides or rewards beside a run.
     """
     from groupwise.doctor import diagnose_prepared, diagnose_run
-    from groupwise.tracking.reading import read_run
+    from groupwise.tracking.reading import names_run, read_run
 
-    if isinstance(what, str | os.PathLike) and Path(what).expanduser().is_dir():
+    if isinstance(what, str | os.PathLike) and names_run(what):
         if overrides or rewards is not None:
             given = "overrides" if overrides else "rewards"
             raise ConfigError(

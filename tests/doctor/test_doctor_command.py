@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import groupwise
 from groupwise.cli import app
 from groupwise.doctor import RULES
+from groupwise.errors import ConfigError
 
 from .miniature_runs import Story, write_run
 
@@ -86,6 +88,23 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, what):
     result = doctor(tmp_path / what)
     assert result.exit_code == 2
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_folder_of_a_recipe_s_name_hides_it_only_where_it_is_a_run(tmp_path, monkeypatch):
+    def recipe_wanted(*given, **more):
+        raise ConfigError("the recipe is looked at")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    with monkeypatch.context() as patch:
+        for place in ("groupwise.config.load_config", "groupwise.api.prepare"):
+            patch.setattr(place, recipe_wanted)
+        assert "the recipe is looked at" in doctor("quickstart").stderr
+        with pytest.raises(ConfigError, match="the recipe is looked at"):
+            groupwise.diagnose("quickstart")
+    write_run(tmp_path / "quickstart")
+    assert "60 steps, finished" in doctor("quickstart").stdout
+    assert not [finding for finding in groupwise.diagnose("quickstart") if finding.severity == "critical"]
 
 
 def test_settings_cannot_be_changed_on_a_run_that_was(tmp_path):

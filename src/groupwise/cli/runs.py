@@ -98,10 +98,11 @@ def _device_table(choices: Sequence[Choice], title: str, tolerance: float) -> Ta
 
 
 def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dict[str, object]]:
-    if Path(target).expanduser().is_dir():
+    from groupwise.tracking.reading import names_run, read_run
+
+    if names_run(target):
         from groupwise.doctor import diagnose_run, verdict_on
         from groupwise.errors import ConfigError
-        from groupwise.tracking.reading import read_run
 
         if overrides:
             raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,15 +20,14 @@ from typing import Any, get_args
 import yaml
 
 from groupwise.config import Config, build_known
-from groupwise.config.dialect import plain_yaml
-from groupwise.config.load import remember_style
+from groupwise.config.load import plain_yaml, recipes, remember_style
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.tracking.run_folder import RunFolder
 from groupwise.types import CallFailure, FinishReason, ToolCall, Turn
 
-__all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style", "read_run", "stage_position"]
+__all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style", "names_run", "read_run", "stage_position"]
 
 STAGE_ORDER = {"base": 0, "warm_start": 1, "final": 3}
 """Evaluations in mid-run, ``step-N``, stand between the warm start and the end."""
@@ -179,6 +179,13 @@ def read_run(path: Path | str) -> RunRecord:
         summary=read_object(folder.summary, bad),
         unreadable=dict(bad),
     )
+
+
+def names_run(what: str | os.PathLike[str]) -> bool:
+    """Whether ``what`` means a folder of a run. One that has a recipe's name hides that only where a run was begun in it."""
+    folder = RunFolder(Path(what).expanduser())
+    is_recipe = isinstance(what, str) and what in {recipe.name for recipe in recipes()}
+    return folder.path.is_dir() and (not is_recipe or folder.config.is_file() or folder.metrics.is_file())
 
 
 def answer_style(config: Config | None) -> AnswerStyle:
