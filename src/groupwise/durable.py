@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["put_back", "put_back_all", "sync", "sync_folder", "sync_tree", "write_bytes"]
+__all__ = ["put_back", "put_back_all", "sync", "sync_folder", "sync_tree", "write_bytes", "write_parts"]
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -17,12 +18,17 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         OSError: the disk is full, the folder is read-only or missing; ``path`` is then what it was before.
     """
+    write_parts(path, [content])
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> None:
+    """``write_bytes`` of all parts, one after the other."""
     path = Path(os.path.realpath(path))
     # The name's end alone, so that a name as long as a file's may be is not too long with what is added.
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name[-48:]}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(aside, 0o666 & ~current_umask())

@@ -281,6 +281,31 @@ def test_a_run_that_goes_back_has_the_settings_of_the_steps_that_are_left(tmp_pa
     assert sorted(folder.path.glob("config-step-*")) == [folder.path / f"config-step-{step}.yaml" for step in kept]
 
 
+def test_records_are_cut_back_line_by_line(tmp_path, monkeypatch):
+    """They may be larger than memory."""
+    folder = RunFolder.create(Config(), tmp_path / "run", "quickstart")
+    folder.completions.write_text('{"step": 1}\n{"step": 2}\n{"step": 1')
+    monkeypatch.setattr(Path, "read_bytes", None)
+    cut_back(folder, 1)
+    assert folder.completions.read_text() == '{"step": 1}\n'
+
+
+def test_what_is_read_takes_little_memory(tmp_path):
+    folder = RunFolder.create(Config(), tmp_path / "run", "quickstart")
+    tokens, logprobs = list(range(10_000)), [-i / 1000 for i in range(10_000)]
+    row = {"step": 1, "problem": "p", "completion": "said", "token_ids": tokens, "logprobs": logprobs}
+    folder.completions.write_text(json.dumps(row) + "\n")
+    for stage in ("base", "final"):
+        folder.write_records(stage, "greedy", [{"question": "What is 1 + 1?", "prompt": "user: What is 1 + 1?", "strict": True}])
+    run = read_run(folder.path)
+    (record,) = run.completions
+    assert (list(record.token_ids), list(record.logprobs)) == (tokens, logprobs)
+    assert sys.getsizeof(record.token_ids) + sys.getsizeof(record.logprobs) < 125_000, "4 and 8 bytes a token"
+    base, final = (evaluation.records[0] for evaluation in run.evaluations)
+    assert base["question"] is final["question"]
+    assert base["prompt"] is final["prompt"]
+
+
 def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path):
     """Where one takes the place of another of its name, after settings that changed."""
     RunFolder.create(Config(), tmp_path, "x").release()

@@ -10,8 +10,9 @@ import json
 import math
 import os
 import re
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,10 +57,11 @@ class CompletionRecord:
     strict: bool | None
     """The answer is right in the place asked for; ``None`` where that is not known."""
     lenient: bool | None
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    token_ids: Sequence[int] = ()
+    """Empty where tokens were not recorded. Read as an array, like those below: a tuple takes three times the memory."""
+    logprobs: Sequence[float] = ()
     """Log-probabilities of the sampled tokens, in nats; NaN for one that was no number; empty where tokens were not recorded."""
-    token_advantages: tuple[float, ...] = ()
+    token_advantages: Sequence[float] = ()
     """Only where tokens of one completion differ in theirs."""
     occurrence: int = 0
     """How many groups of the same problem stand before this one in the step."""
@@ -334,7 +336,7 @@ def completion_record(
         policy_version=None if number(row.get("policy_version")) is None else whole(row.get("policy_version")),
         strict=strict,
         lenient=lenient,
-        token_ids=tuple(whole(i, -1) for i in ids) if isinstance(ids, list) else (),
+        token_ids=array("i", [whole(i, -1) for i in ids]) if isinstance(ids, list) else (),
         logprobs=numbers(logprobs),
         token_advantages=numbers(advantages),
         turns=turns(row.get("turns")),
@@ -379,22 +381,23 @@ def finish_reason(row: Mapping[str, Any]) -> str:
     return row["finish_reason"] if row.get("finish_reason") in get_args(FinishReason) else "length"
 
 
-def numbers(values: object) -> tuple[float, ...]:
+def numbers(values: object) -> Sequence[float]:
     """NaN for what is none, such as the null that stands for a NaN in JSON."""
     if not isinstance(values, list):
         return ()
-    return tuple(math.nan if value is None else value for value in map(number, values))
+    return array("d", [math.nan if value is None else value for value in map(number, values)])
 
 
 def read_evaluations(folder: Path, bad: Counter[str]) -> tuple[EvaluationRecords, ...]:
     """Files named ``<stage>-<mode>.jsonl``, in the order in which stages happen."""
     evaluations = []
+    kept: dict[str, str] = {}  # what is asked stands in the file of each stage, and is held once
     paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
     for path in paths:
         stage, _, mode = path.stem.rpartition("-")
         # An answer that nobody could check is neither right nor wrong; the evaluation left it out of its figures too.
         rows = (row for row in json_lines(path, bad) if not (row.get("strict") is None and "unchecked" in row))
-        records = tuple(evaluation_record(row) for row in rows)
+        records = tuple(evaluation_record(row, kept) for row in rows)
         if stage and records:
             evaluations.append(EvaluationRecords(stage, mode, records))
     return tuple(sorted(evaluations, key=stage_position))
@@ -405,10 +408,11 @@ def stage_position(evaluation: EvaluationRecords) -> tuple[int, int, str, str]:
     return rank, evaluation.step or 0, evaluation.stage, evaluation.mode
 
 
-def evaluation_record(row: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_record(row: Mapping[str, Any], kept: dict[str, str]) -> dict[str, Any]:
     extracted = row.get("extracted")
     return {
-        **{key: text(row.get(key)) for key in ("problem", "question", "prompt", "expected", "response")},
+        **{key: kept.setdefault(same := text(row.get(key)), same) for key in ("problem", "question", "prompt", "expected")},
+        "response": text(row.get("response")),
         **{key: row.get(key) is True for key in ("strict", "format")},
         # Where the place asked for is empty, what stands elsewhere may have gone unchecked.
         "lenient": None if "unchecked" in row and row.get("lenient") is None else row.get("lenient") is True,

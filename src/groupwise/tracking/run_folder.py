@@ -26,7 +26,7 @@ import yaml
 from groupwise.config.dialect import plain_yaml, yaml_text
 from groupwise.config.schema import Config
 from groupwise.data.prompts import default_style
-from groupwise.durable import put_back, put_back_all, sync_folder, write_bytes
+from groupwise.durable import put_back, put_back_all, sync_folder, write_bytes, write_parts
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
 from groupwise.tracking.files import write_json, write_json_lines, write_text
@@ -504,8 +504,8 @@ def cut_back(folder: RunFolder, step: int | None) -> None:
 
 
 def cut_lines(path: Path, step: int) -> None:
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n") and step_of(line) <= step]
-    write_bytes(path, b"".join(kept))
+    with path.open("rb") as file:  # of many GB, perhaps
+        write_parts(path, (line for line in file if line.endswith(b"\n") and step_of(line) <= step))
 
 
 def step_of(line: bytes) -> float:
