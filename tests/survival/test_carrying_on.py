@@ -280,6 +280,22 @@ def test_a_folder_whose_run_was_killed_before_its_settings_were_written_is_used(
         go(small_config(), letters, quiet, tmp_path / "other", resume=True)
 
 
+def test_a_run_that_is_refused_before_its_first_step_may_begin_again(small_config, letters, quiet, tmp_path, monkeypatch):
+    def refuse(*words):
+        raise ConfigError("nobody is logged in")
+
+    def refused(**named):
+        with monkeypatch.context() as patch:
+            patch.setattr("groupwise.training.start.make_trackers", refuse)
+            with pytest.raises(ConfigError, match="nobody is logged in"):
+                go(small_config(), letters, quiet, tmp_path / "run", **named)
+
+    refused()
+    folder = before_its_end(go(small_config(), letters, quiet, tmp_path / "run").folder)
+    refused(resume=True)
+    assert {"config.yaml", "environment.json", "evaluations"} <= {path.name for path in folder.iterdir()}, "an earlier run stays"
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_set_aside(small_config, letters, quiet, tmp_path):
     config = small_config(**EVERY)
     folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)

@@ -17,6 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        self._is_new = False
 
     def lock(self) -> None:
         """Keep every other run out of this folder until ``release``, or until this process ends, however it ends.
@@ -108,6 +110,16 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def withdraw(self) -> None:
+        """Take away what a new run wrote that is refused before its first step, so that it may begin here again. What an earlier
+        run left stays."""
+        if self._is_new:
+            for path in (self.config, self.environment):
+                with suppress(OSError):
+                    path.unlink()
+            for path in (self.evaluations, self.path / "tensorboard", self.path / "wandb"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def check_is_run(self) -> None:
         """Raises ConfigError where no run was begun in the folder."""
@@ -170,6 +182,7 @@ class RunFolder:
                 f"the run's folder {str(wanted or Path('runs'))!r} cannot be written ({error.strerror or error}): a run needs a "
                 "writable folder with free space; name another with --run-folder PATH (the setting is output.folder)"
             ) from error
+        folder._is_new = True
         return folder
 
     def elapsed_s(self) -> float:

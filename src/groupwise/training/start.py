@@ -117,7 +117,7 @@ class RunFolderResolver:
     processes: int = 1
 
     def resolve(self, opened: list[RunFolder]) -> Beginning:
-        """Find out what the run begins from; the folder itself, locked, goes into ``opened``."""
+        """Find out what the run begins from; the folder itself, locked, goes into ``opened``, also where this fails later."""
         folder, found, checkpoint = None, None, self.checkpoint
         if self.resumed:
             path = self.resumed.expanduser()
@@ -129,6 +129,7 @@ class RunFolderResolver:
             self.said.append(note)
         reopened = folder is not None
         folder = folder or RunFolder.create(self.config, self.run_folder, self.recipe)
+        opened.append(folder)
         try:
             trained = trained_in(folder, found, self.config) if reopened else None
             if reopened and (found is not None or trained is not None or ending_of(folder) is not None):
@@ -142,12 +143,7 @@ class RunFolderResolver:
             if not folder.environment.is_file():  # killed right after its settings were written
                 folder.write_start(self.config, self.recipe, None)
         except OSError as error:
-            folder.release()
             raise folder.lost(folder.path, error) from error
-        except BaseException:
-            folder.release()
-            raise
-        opened.append(folder)
         evaluations = earlier_evaluations(state, folder, self.said.append) if own else []
         return Beginning(
             folder.path, None if trained else checkpoint, evaluations, int(state.get("step", 0)), trained is not None
@@ -248,6 +244,7 @@ def start(
         prepared.rewards.close()
         trackers.close()
         for folder in opened:
+            folder.withdraw()
             folder.release()
         raise
     return Run(
