@@ -12,8 +12,10 @@ from groupwise.config.presets import PRESETS
 from groupwise.doctor.findings import groups_of
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.rewards import StepRewards
+from groupwise.tracking import ConsoleTracker
 from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.tracking.reading import read_run
+from groupwise.training import ending
 from groupwise.training import run as run_module
 from groupwise.training.checkpoint_folder import read_state
 from groupwise.training.loop import train
@@ -148,6 +150,24 @@ def test_the_summary_says_what_the_issue_asks_for(go, tiny_folder):
     assert summary["recipe"] == "mine"
     assert summary["model"] == str(tiny_folder)
     assert summary["comparison"]["before"] == "warm_start"
+    assert summary["comparison"]["n"] == 4
+
+
+def test_texts_of_evaluations_in_mid_run_are_on_the_disk_alone(go, monkeypatch):
+    held, build, consoles = [], ending.build_summary, []
+
+    def summarised(evaluations, *words, **named):
+        held.extend(evaluations)
+        return build(evaluations, *words, **named)
+
+    monkeypatch.setattr(ending, "build_summary", summarised)
+    monkeypatch.setattr(ConsoleTracker, "show_summary", lambda console, summary: consoles.append(console))
+    summary = go(training={"steps": 3}, evaluation={"at_start": True, "every": 1}).summary
+    kept = {evaluation.stage for evaluation in held if evaluation.records}
+    assert kept == {"base", "final"}
+    assert {stage for (stage, _), result in consoles[0].seen.items() if result} == kept
+    assert [row["stage"] for row in summary["training_evaluations"]] == ["step-1", "step-2"]
+    assert all(row["n"] == row["figures"]["n"] == 4 for row in summary["training_evaluations"])
     assert summary["comparison"]["n"] == 4
 
 

@@ -135,6 +135,10 @@ class Evaluation:
     conditions: Mapping[str, Any] = field(default_factory=dict)
     """How the model was asked, as ``conditions`` gives it: a score without this cannot be compared with another."""
 
+    def kept(self) -> Evaluation:
+        """Without the records, but at the stages that a run's end compares: the others', which files have, would fill memory."""
+        return self if self.stage in STAGES else replace(self, records=())
+
     def to_summary(self) -> dict[str, Any]:
         """Everything but the records, as plain JSON values."""
         return {

@@ -20,6 +20,7 @@ from rich.text import Text
 from groupwise.tracking.base import EvaluationResult, TokenAdvantages
 from groupwise.tracking.numbers import averaged, clock, fields, headline, interval, percent, sections, sparkline
 from groupwise.tracking.tables import (
+    STAGES,
     before_and_after,
     episode_line,
     next_command,
@@ -70,7 +71,8 @@ class ConsoleTracker:
         self.last_line_s = time.monotonic()
         self.stepped: tuple[Phase, float] | None = None
         """The phase whose units have a line of their own, and how many had one."""
-        self.seen: dict[tuple[str, str], EvaluationResult] = {}
+        self.seen: dict[tuple[str, str], EvaluationResult | None] = {}
+        """Of evaluations in mid-run, which the summary does not show, that they were there alone."""
 
     def label(self, stage: str) -> str:
         """What a stage is called; the one of ``groupwise eval`` by its model, where several are judged."""
@@ -161,7 +163,7 @@ class ConsoleTracker:
     def evaluation(self, result: EvaluationResult) -> None:
         """Print one line of figures, then ``show`` examples for the first mode of the stage."""
         first = not any(stage == result.stage for stage, _ in self.seen)
-        self.seen[result.stage, result.mode] = result
+        self.seen[result.stage, result.mode] = result if result.stage in STAGES else None
         row = result.to_summary()
         self.print(
             f"{self.label(result.stage)}, {result.mode}: strict {interval(row['strict_accuracy'], row['strict_interval'])}, "

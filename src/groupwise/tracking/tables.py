@@ -19,6 +19,7 @@ from groupwise.tracking.numbers import clock, interval, number, percent
 from groupwise.types import CUT_SHORT
 
 __all__ = [
+    "STAGES",
     "before_and_after",
     "changes",
     "comparison_lines",

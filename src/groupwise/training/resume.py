@@ -317,7 +317,7 @@ def _earlier_evaluation(row: Any, folder: RunFolder) -> Evaluation:
         raise ValueError(f"{path} has records of {counted['n']} problems, and {row['n']} were judged")
     names = {f.name for f in fields(Evaluation)} - {"records"}
     values: dict[str, Any] = {name: tuple(row[name]) if name.endswith("_interval") else row[name] for name in names & row.keys()}
-    return Evaluation(**values, records=records)
+    return Evaluation(**values, records=records).kept()
 
 
 def _moved_by_steps(config: Config) -> str | None:

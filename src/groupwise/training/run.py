@@ -159,7 +159,8 @@ class Run:
                 DealtEngine(self.sampler, self.world), self.prepared.held_out_prompts, stage=stage, config=self.config, style=self.style,
                 system=self.prepared.system, trackers=self.trackers,
             )  # fmt: skip
-            self.evaluations.extend(results)  # before a signal is heeded, whose checkpoint says what was judged
+            # Before a signal is heeded, whose checkpoint says what was judged.
+            self.evaluations.extend(result.kept() for result in results)
         self.notices.exchange()
         release_freed_memory()
 
