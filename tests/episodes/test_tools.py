@@ -19,7 +19,8 @@ from groupwise.episodes.formats import FORMATS, Asked, Tags
 from groupwise.episodes.tools import LONGEST_RESULT, Tool, Toolbox, as_text, calculator, describe, load_tools
 from groupwise.errors import ConfigError
 from groupwise.rewards.programs import Programs
-from groupwise.rewards.sandbox import refusal
+from groupwise.tracking.files import json_line
+from groupwise.types import ToolCall, Turn
 from tests.waiting import LONG_S
 
 
@@ -201,6 +202,23 @@ def test_a_megabyte_is_cut_and_says_so(toolbox: Toolbox) -> None:
 
 def test_arguments_that_no_record_can_hold_are_kept_as_text(toolbox: Toolbox) -> None:
     assert toolbox.call(Asked("search", {"query": {1, 2}})).arguments == {"query": "{1, 2}"}
+
+
+def test_arguments_too_deep_for_a_record_make_an_invalid_call(toolbox: Toolbox) -> None:
+    """Rewards and records get `asdict` of a call, which would end the run with a RecursionError."""
+
+    def nested(levels: int) -> ToolCall:
+        deep = "[" * (levels - 1) + "]" * (levels - 1)
+        (asked,) = FORMATS["hermes"].read(f'<tool_call>{{"name": "search", "arguments": {{"query": {deep}}}}}</tool_call>')
+        call = toolbox.call(asked)
+        json_line(asdict(Turn("assistant", "said", 1, (call,))))
+        return call
+
+    refused = nested(500)
+    assert (refused.arguments, refused.failure) == ({}, "invalid")
+    assert refused.result == "error: its arguments are nested more than 50 deep"
+    assert nested(51).arguments == {}
+    assert nested(50).arguments["query"] != []
 
 
 def test_arguments_are_recorded_as_the_policy_wrote_them() -> None:

@@ -16,6 +16,9 @@ from groupwise.errors import ConfigError
 
 __all__ = ["FORMATS", "Asked", "CallFormat", "Hermes", "format_of_template"]
 
+DEEPEST = 50
+"""How deep arguments may be nested: rewards and records get a call by ``asdict``, which fails at a few hundred levels."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -200,7 +203,18 @@ def _of_json(value: object) -> Asked:
         arguments = {}
     if not isinstance(arguments, dict):
         return Asked(value["name"], problem="its arguments are no JSON object")
+    if _is_deep(arguments):
+        return Asked(value["name"], problem=f"its arguments are nested more than {DEEPEST} deep")
     return Asked(value["name"], arguments)
+
+
+def _is_deep(value: object) -> bool:
+    """Whether lists and objects stand more than ``DEEPEST`` deep in each other."""
+    level = [value]
+    for _ in range(DEEPEST):
+        containers = [one for one in level if isinstance(one, (list, dict))]
+        level = [one for outer in containers for one in (outer.values() if isinstance(outer, dict) else outer)]
+    return any(isinstance(one, (list, dict)) for one in level)
 
 
 FORMATS: dict[str, CallFormat] = {"tags": Tags(), "hermes": Hermes(), "llama3": Llama3(), "json": WholeTurn()}
