@@ -79,6 +79,9 @@ def _import_file(place: str, what: str, error: type[GroupwiseError]) -> ModuleTy
         raise error(
             f"{what} file {place!r} could not be imported: {in_one_line(failure)}; fix the file and try again"
         ) from failure
+    except BaseException:  # Ctrl-C: half a module
+        del sys.modules[module_name]
+        raise
     return module
 
 

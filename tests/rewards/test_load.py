@@ -47,6 +47,17 @@ def test_an_edited_file_is_read_again_and_two_functions_share_one_module(reward_
     assert load(f"{path}:f").function(["x"]) == [2.0]
 
 
+def test_a_file_whose_import_is_interrupted_is_imported_whole_the_next_time(reward_file, tmp_path):
+    path = reward_file(
+        f"from pathlib import Path\nonce = Path({str(tmp_path / 'once')!r})\n"
+        "if not once.exists():\n    once.touch()\n    raise KeyboardInterrupt\n"
+        "def short(completions):\n    return [1.0 for _ in completions]\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        load(f"{path}:short")
+    assert load(f"{path}:short").function(["a"]) == [1.0]
+
+
 def test_a_function_from_a_module_in_the_working_folder(reward_file, monkeypatch):
     path = reward_file("def f(completions, **columns): return [0.0]\n", "module_of_rewards.py")
     monkeypatch.chdir(path.parent)
