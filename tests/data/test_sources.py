@@ -548,7 +548,8 @@ def test_inspection_tells_system_turns_of_the_rows_own(tmp_path: Path, qwen_toke
 
 
 def test_inspection_without_a_tokenizer_and_of_other_sources(tmp_path: Path) -> None:
-    assert inspect_source(DataConfig(), PromptConfig(), None)["prompt_tokens"] is None
+    generated = inspect_source(DataConfig(), PromptConfig(), None)
+    assert (generated["rows"], generated["prompt_tokens"]) == (20_000, None), "as many as a run has"
     write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": ""}])
     assert inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(), None)["usable"] == 0
     save_prepared(load_problems(DataConfig(arithmetic=ArithmeticConfig(problems=5), holdout=2)), str(tmp_path / "p"))

@@ -73,7 +73,8 @@ def inspect_source(
 
 def _collect(data: DataConfig) -> tuple[list[Problem], list[dict[str, str]], dict[str, object], int]:
     if data.source == "arithmetic":
-        problems = generate(data.arithmetic, min(data.limit or MEASURED, data.arithmetic.problems), data.split_seed, "train")
+        most = data.arithmetic.problems
+        problems = generate(data.arithmetic, min(data.limit or most, most), data.split_seed, "train")
         return problems, [], {"all": [], "prompt": None, "answer": None}, len(problems)
     refuse_inert(data)
     if is_prepared(data.source):
