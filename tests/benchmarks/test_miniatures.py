@@ -248,7 +248,7 @@ def test_gpu_steps_of_trl_are_medians_and_it_is_said_where_it_cannot_be_had(monk
     printed = capsys.readouterr().out
     assert "all weights are bf16, and so is TRL's AdamW" in printed
     tiny, large = printed.splitlines()[-2:]
-    assert tiny.split()[-6:] == "8 fp32 masters and moments 8".split()
+    assert tiny.split()[-6:] == ["8", "fp32", "masters", "and", "moments", "8"]
     assert large.split()[-2:] == ["bf16", "-"]
 
 

@@ -21,6 +21,7 @@ from groupwise.data.answers import (
     numeric_value,
 )
 from groupwise.errors import AnswerError
+from tests.waiting import quickest_s
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def sampled_ahead(engine, request):
     ids=["ahead", "divided", "episodes"],
 )
 def test_samples_of_another_temperature_are_refused_whatever_is_around_the_engine_that_is_named(ask, make_prompts):
-    with pytest.raises(TrainingError, match="^Forgetful was asked for completions at temperature 0.7 and gave some that say 1"):
+    with pytest.raises(TrainingError, match=r"^Forgetful was asked for completions at temperature 0\.7 and gave some that say 1"):
         ask(Forgetful(), SampleRequest(make_prompts([3]), 1, SamplingSettings(max_tokens=4, temperature=0.7), 0, "s"))
 
 

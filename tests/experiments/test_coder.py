@@ -21,7 +21,10 @@ SHAPES = {
 
 
 def write(file):
-    weights = {name: np.random.default_rng(place).normal(size=shape).astype(np.float32) for place, (name, shape) in enumerate(SHAPES.items())}
+    weights = {
+        name: np.random.default_rng(place).normal(size=shape).astype(np.float32)
+        for place, (name, shape) in enumerate(SHAPES.items())
+    }
     out = GGUFWriter(str(file), "qwen2")
     out.add_block_count(1)
     out.add_context_length(64)

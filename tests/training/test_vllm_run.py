@@ -208,12 +208,10 @@ def test_what_was_learnt_is_saved_where_the_server_breaks_down_while_it_samples(
     training, output = {"steps": 3}, {"checkpoint_every": 0}
     config = small_config(**{**sections, "rollout": rollout}, training=training, output=output)
     backend.before_row = break_down
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(TrainingError, match=r"vLLM cannot be reached: .*; step 2 is saved in .*step-2"),
-    ):
+    with monkeypatch.context() as patch:
         give_up_soon(patch)
-        train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+        with pytest.raises(TrainingError, match=r"vLLM cannot be reached: .*; step 2 is saved in .*step-2"):
+            train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     backend.before_row = lambda count: None
     assert comes(lambda: server.service.hello()["used_by"] is None)
     train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)

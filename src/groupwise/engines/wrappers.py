@@ -160,7 +160,8 @@ class DealtEngine(Engine):
 
     def serve(self, request: SampleRequest, on_progress: Progress | None = None) -> list[tuple[Completion, ...]]:
         """See ``Engine.serve``; while this process samples, progress is an estimate from its own."""
-        assert not (request.watch or request.drawn or request.limits), "they go by the places of all prompts"
+        by_place = (request.watch, request.drawn, request.limits)
+        assert not any(by_place), "they go by the places of all prompts"
         check_same(request.prompts, self.world)
         if self.in_order:
             first, last = (len(request.prompts) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1))
