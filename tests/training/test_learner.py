@@ -23,6 +23,8 @@ from slow_grpo import (
 
 from groupwise.algorithm import group_advantages
 from groupwise.config.schema import Config
+from groupwise.distributed import World
+from groupwise.metrics import Sum
 from groupwise.training import learner as learner_module
 from groupwise.training.learner import BatchPass
 
@@ -435,3 +437,20 @@ def test_times_last_until_the_device_is_done(tiny_llama, monkeypatch):
         "time/learn_s": 100.0,
         "time/optimizer_s": 100.0,
     }
+
+
+def test_times_of_an_update_are_those_of_the_slowest_process(tiny_llama):
+    """As all times of ``time/`` are. Here the other of two processes takes 1000 s for everything."""
+
+    class Two(World):
+        def all_gather_object(self, value):
+            return [value, {name: Sum(1000.0) for name in value if str(name).startswith("time/")}]
+
+        def _all_reduce(self, tensor, group=None):
+            """The other adds nothing."""
+
+    learner, before = learner_of(tiny_llama(), config_of())
+    learner.world = learner.sharding.world = Two(0, 2)
+    _, metrics = learner.learn(make_groups(before, REWARDS))
+    times = {name: metric.value for name, metric in metrics.items() if name.startswith("time/")}
+    assert times == dict.fromkeys(("time/learn_s", "time/exchange_s", "time/optimizer_s"), 1000.0)

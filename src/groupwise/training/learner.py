@@ -330,7 +330,7 @@ class Learner:
 
     def step(self, rate: float | None) -> dict[str, Metric]:
         """One optimiser step, at the learning rate ``rate`` (None: at the optimiser's own), on the gradients that have added up in all
-        processes."""
+        processes. A collective call."""
         started = time.perf_counter()
         self.sharding.sum_gradients(self.optimizer)
         if self.critic:
@@ -351,8 +351,8 @@ class Learner:
         self.dropped_in_a_row = 0 if made or self.optimizer.can_recover else self.dropped_in_a_row + 1
         if made and self.optimizer.lost is not None:
             metrics["optimizer/updates_lost"] = self.optimizer.lost
-        times = {"time/exchange_s": exchanged - started, "time/optimizer_s": self._now() - exchanged}
-        return metrics | {name: Sum(seconds) for name, seconds in times.items()}
+        times = {"time/exchange_s": Sum(exchanged - started), "time/optimizer_s": Sum(self._now() - exchanged)}
+        return metrics | self.world.reduce(times)
 
     def _steer_beta(self, window: Window) -> dict[str, Metric]:
         """Move beta towards the KL that the config wants, for the next batch; what it was in this one."""
