@@ -37,8 +37,8 @@ def everyone(groups: Sequence[Group]) -> list[Member]:
 class Batch:
     """Completions in the order in which they are packed, with everything that is known about their tokens.
 
-    The first ``learnt`` completions are those the loss is about. Those after them are scored only, because their KL is part of the
-    reward that the others are compared with. Columns that are None have not been needed yet.
+    The first ``learnt`` completions are those the loss is about. Those after them are scored only, because their KL or values
+    belong to what the others are compared with. Columns that are None have not been needed yet.
     """
 
     prompts: dict[int, tuple[int, ...]]

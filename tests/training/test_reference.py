@@ -1,5 +1,6 @@
 """The leash: a reference that stays put, is renewed when it should be, and a KL that acts where the config places it."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from slow_grpo import config_of, distance, learner_of, make_groups, present_model, slow_gradient, slow_logprobs, watch_gradients
 
+from groupwise.algorithm import AdvantageOutputs, needs
+from groupwise.errors import RewardError
 from groupwise.training.reference import Reference
 from groupwise.training.run import Run
 
@@ -245,6 +248,57 @@ def test_truncated_completions_pay_their_kl_in_the_baseline(tiny_llama, preset, 
             if c.stopped:
                 loss = loss - (advantage_T * slow_logprobs(policy, group.prompt.token_ids, c.token_ids)).sum() / size
     assert distance(seen[0], slow_gradient(loss, policy)) < 1e-4
+
+
+def test_an_advantage_of_ones_own_is_given_value_and_kl_of_truncated_completions(tiny_llama, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from groupwise.algorithm import needs\n\n@needs('values')\ndef advantage(inputs):\n    raise AssertionError\n"
+    )
+    algorithm = {"advantage": {"type": f"{tmp_path / 'mine.py'}:advantage"}, "value": {}, "mask_truncated": True}
+    kl = {"beta": 0.3, "placement": "reward"}
+    learner, _, _, groups = off_reference(tiny_llama(), algorithm | {"kl": kl}, [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.5]])
+    completions = [c for group in groups for c in group.completions]
+    assert {c.stopped for c in completions} == {True, False}
+    seen = []
+
+    @needs("values")
+    def surprise(inputs):
+        seen.append(inputs)
+        rewards_T = inputs.rewards_N[inputs.sequence_T]
+        return AdvantageOutputs(advantages_T=rewards_T - inputs.values_T, returns_T=rewards_T)
+
+    learner.objective = replace(learner.objective, advantage=surprise)
+    with torch.no_grad():
+        learner.critic.weight.fill_(0.1)
+    _, metrics = learner.learn(groups)
+    (inputs,) = seen
+    assert (inputs.values_T != 0).all()
+    assert (inputs.rewards_N != torch.tensor([r for group in groups for r in group.rewards]).double()).all()
+    assert inputs.taking_part_N.tolist() == [c.stopped for c in completions]
+    assert metrics["speed/learnt_tokens"].value == sum(len(c.token_ids) for c in completions if c.stopped)
+
+
+@pytest.mark.parametrize("far", [math.nan, 1e14])
+@pytest.mark.parametrize("preset", ["rloo", "ppo"])
+def test_a_kl_that_ran_away_drops_the_update(tiny_llama, preset, far):
+    """It is no fault of the reward function. A reward that is not finite is."""
+    config = config_of(algorithm={"preset": preset, "kl": {"beta": 0.3, "placement": "reward"}})
+    learner, policy = learner_of(tiny_llama(), config)
+    groups, score = make_groups(policy, REWARDS), learner._score_by_reference
+
+    def score_far(window):
+        metrics = score(window)
+        window.batch.reference_logprobs_T[0] = far
+        return metrics
+
+    learner._score_by_reference = score_far
+    start = weights_of(learner.scorer)
+    _, metrics = learner.learn(groups)
+    assert metrics["optimizer/dropped_updates"].value == 1
+    assert learner.updates == 0
+    assert same(weights_of(learner.scorer), start)
+    with pytest.raises(RewardError, match="group 0 has a reward of nan"):
+        learner.learn([replace(groups[0], rewards=(1.0, math.nan, 0.0)), *groups[1:]])
 
 
 @pytest.mark.parametrize("family", ["tiny_qwen2", "module"])

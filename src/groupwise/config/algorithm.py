@@ -143,7 +143,7 @@ class AlgorithmConfig(Section):
     """mu: optimiser steps on each batch. Above 1 the later ones are off-policy, and clipping begins to act."""
     mask_truncated: bool = False
     """Leave completions that did not end by themselves (cut at the token limit, or episodes at `rollout.max_turns`) out of the loss
-    (DAPO's overlong filtering). They still count in the mean of their group or batch; a learned value leaves them out altogether."""
+    (DAPO's overlong filtering). They still count in the mean of their group or batch; `gae` leaves them out altogether."""
     stale_samples: Literal["decoupled", "behaviour", "uncorrected"] = "decoupled"
     """With `rollout.ahead`, what corrects for age. `decoupled`: ratio and clip are against the weights before the batch's first
     update, and each token is weighted as by `algorithm.correction` (arXiv 2110.00641). `behaviour`: they are against the

@@ -19,8 +19,10 @@ from groupwise.algorithm import (
     kl_in_reward,
     kl_penalty,
 )
+from groupwise.algorithm.advantages import check_finite
 from groupwise.batch import Batch, Member, everyone
 from groupwise.distributed import World
+from groupwise.limits import LARGEST_REWARD
 from groupwise.types import Group
 
 __all__ = ["Advantages", "StepAdvantages"]
@@ -61,6 +63,7 @@ class StepAdvantages:
                 taken_T = kl_penalty(batch.own_T, reference_T, beta=beta, estimator=kl.estimator)
                 penalties_T = world.assemble(taken_T, batch.place_T, tokens)
             if kl is not None and objective.kl_in_reward:
+                check_finite([group.outcomes for group in groups])
                 taken_N = kl_in_reward(batch.own_T, reference_T, batch.sequence_T, len(batch), beta=beta, estimator=kl.estimator)
                 rewards_N = rewards_N - world.assemble(taken_N, batch.place_N, len(flat))
             if objective.needs_values:
@@ -75,6 +78,10 @@ class StepAdvantages:
             values_T=values_T,
             taking_part_N=torch.tensor([member in part for member in members], dtype=torch.bool),
         )
+        if objective.kl_in_reward and not bool((rewards_N.abs() <= LARGEST_REWARD).all()):
+            # The rewards were sound, so the policy ran away from the reference: the update is to be dropped.
+            unknown_T = torch.full_like(inputs.sequence_T, math.nan, dtype=torch.float64)
+            return cls(inputs, AdvantageOutputs(advantages_T=unknown_T, returns_T=unknown_T if objective.needs_values else None))
         return cls(inputs, objective.advantages(inputs))
 
     @property

@@ -382,14 +382,16 @@ class Learner:
         return [(g, m) for g, m in everyone(groups) if groups[g].completions[m].stopped or not masks]
 
     def _taking_part(self, groups: Sequence[Group], known: StepAdvantages | None) -> tuple[list[Member], list[Member]]:
-        """The completions that the loss is about, and those that are only scored, since their KL is part of the reward that the others are
-        compared with. ``known``: the advantages, where they are known before any pass.
+        """The completions that the loss is about, and those that are only scored, since their KL or values belong to what the
+        others are compared with. ``known``: the advantages, where they are known before any pass.
 
         Groups without variance still matter to some uses of entropy, to a loss of the user's with such terms, and to a KL in the
         loss if the config says so."""
         kl, counted = self.config.algorithm.kl, self._counted(groups)
         if known is None:
-            return counted, [] if self.critic else sorted(set(everyone(groups)).difference(counted))
+            # A completion's own tokens are all that ``gae`` looks at; other functions compare completions.
+            alone = self.config.algorithm.advantage.type == "gae"
+            return counted, [] if alone else sorted(set(everyone(groups)).difference(counted))
         kl_on_all = self.objective.needs_reference and not (kl is None or kl.skip_zero_variance)
         if kl_on_all or self.objective.loss_concerns_all or self.entropy.concerns_all(groups):
             return counted, []
