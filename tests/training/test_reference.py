@@ -10,6 +10,7 @@ from slow_grpo import config_of, distance, learner_of, make_groups, present_mode
 
 from groupwise.algorithm import AdvantageOutputs, needs
 from groupwise.errors import RewardError
+from groupwise.models.merging import round_dithered_
 from groupwise.training.reference import Reference
 from groupwise.training.run import Run
 
@@ -299,6 +300,25 @@ def test_a_kl_that_ran_away_drops_the_update(tiny_llama, preset, far):
     assert same(weights_of(learner.scorer), start)
     with pytest.raises(RewardError, match="group 0 has a reward of nan"):
         learner.learn([replace(groups[0], rewards=(1.0, math.nan, 0.0)), *groups[1:]])
+
+
+def test_an_average_takes_in_the_weights_that_compute_and_not_their_masters():
+    """FSDP2 keeps rows as fp32 masters, and rounds them where it gathers them: its reference is that of whole weights."""
+    generator = torch.Generator().manual_seed(3)
+    masters, weights = torch.randn(6, 8, generator=generator), torch.empty(6, 8, dtype=torch.bfloat16)
+    round_dithered_(weights, masters)
+
+    def over(tensor):
+        return SimpleNamespace(named_parameters=lambda: [("layer", tensor)])
+
+    whole, divided = (Reference(over(policy), 0.3, copied=lambda _: over(weights.clone())) for policy in (weights, masters))
+    for _ in range(2):
+        masters += 0.01 * torch.randn(6, 8, generator=generator)
+        round_dithered_(weights, masters)
+        whole.renew()
+        divided.renew()
+    assert same(divided.state(), whole.state())
+    assert same(weights_of(divided.scorer), weights_of(whole.scorer))
 
 
 @pytest.mark.parametrize("family", ["tiny_qwen2", "module"])

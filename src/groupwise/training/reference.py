@@ -64,10 +64,11 @@ class Reference:
         """Move to the policy as it is now, or the share ``mixing`` of the way."""
         policy = {name: local(p) for name, p in self.policy.named_parameters()}
         for name, parameter in self.scorer.named_parameters():
+            round_local_(parameter, policy[name])  # FSDP2 keeps masters: what is mixed in is the weights that compute
             if self._average:
                 average = self._average[name]
-                average.lerp_(policy[name].to(average.device, torch.float32), self.mixing)
-            round_local_(parameter, self._average[name] if self._average else policy[name])
+                average.lerp_(local(parameter).to(average.device, torch.float32), self.mixing)
+                round_local_(parameter, average)
 
     def state(self) -> dict[str, Tensor]:
         """Weights by name, in fp32 where they are averages; for a checkpoint."""
