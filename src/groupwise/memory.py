@@ -206,20 +206,37 @@ _GROUPS = (
     ("memory.max", "", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit, folder, use, and what of it files take in ``memory.stat``: of cgroups version 2 and 1."""
+"""Limit, controller, use, and what of it files take in ``memory.stat``: of cgroups version 2, which names none, and 1."""
+_ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def available_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process could still take: of the machine, or of its container (``groups``: cgroups version 2 or 1). What files have
-    been read and written counts as free: the system lets go of it."""
-    free = psutil.virtual_memory().available
-    for limit, folder, used, cached in _GROUPS:
-        try:
-            taken = int((groups / folder / used).read_text()) - _in_files(groups / folder / "memory.stat", cached)
-            free = min(free, int((groups / folder / limit).read_text()) - taken)
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return max(0, free)
+def available_memory_bytes(groups: Path = _ROOT, own: Path = _OWN) -> int:
+    """Memory that this process could still take: of the machine, or of its container or job. What files have been read and
+    written counts as free: the system lets go of it. ``groups``: cgroups version 2 or 1; ``own`` says in which of them the process is."""
+    free = [limit - taken for limit, taken in _limits(groups, own)]
+    return max(0, min([psutil.virtual_memory().available, *free]))
+
+
+def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each group that this process is in, its own and those around it, and what is taken of it.
+
+    A container sees its own group as the root. A job of Slurm or systemd sees all groups, and its limit is further down.
+    """
+    try:
+        rows = [row.split(":", 2) for row in own.read_text().splitlines()]
+    except OSError:  # not Linux
+        rows = []
+    for limit, controller, used, cached in _GROUPS:
+        root = groups / controller
+        group = root / next((path for _, names, path in rows if controller in names.split(",")), "").lstrip("/")
+        for place in (group, *group.parents):
+            try:
+                bound = int((place / limit).read_text())
+                yield bound, int((place / used).read_text()) - _in_files(place / "memory.stat", cached)
+            except (OSError, ValueError):  # no such group, or "max"
+                pass
+            if place == root:
+                break
 
 
 def _in_files(stat: Path, name: str) -> int:
@@ -227,15 +244,9 @@ def _in_files(stat: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
-def total_memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory of the machine, or as much of it as its container may take."""
-    total = psutil.virtual_memory().total
-    for limit, folder, *_ in _GROUPS:
-        try:
-            total = min(total, int((groups / folder / limit).read_text()))
-        except (OSError, ValueError):
-            continue
-    return total
+def total_memory_bytes(groups: Path = _ROOT, own: Path = _OWN) -> int:
+    """Memory of the machine, or as much of it as its container or job may take."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits(groups, own))])
 
 
 def release_freed_memory() -> bool:

@@ -218,6 +218,32 @@ def test_a_container_has_less_than_the_machine(tmp_path):
     assert total_memory_bytes(tmp_path) == 3 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("version", "limit", "used"),
+    [(2, "memory.max", "memory.current"), (1, "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
+)
+def test_a_job_has_less_than_the_machine_where_all_groups_are_seen(version, limit, used, tmp_path):
+    """As of Slurm and systemd: its limit is that of a group above its own, and the tightest counts."""
+    own, groups = tmp_path / "cgroup", tmp_path / "groups"
+    rows = {2: "0::/slurm/job_7/step_0\n", 1: "12:cpu,cpuacct:/other\n5:memory:/slurm/job_7/step_0\n0::/\n"}
+    own.write_text(rows[version])
+
+    def write(group, bound, taken):
+        for name, text in ((limit, bound), (used, taken)):
+            path = groups / name
+            path = path.parent / group / path.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+
+    write("slurm/job_7/step_0", "max", 2**18)
+    write("slurm/job_7", 3 * 2**20, 2**20)
+    write("slurm", 4 * 2**20, 3 * 2**20)
+    write("other", 2**10, 0)
+    assert available_memory_bytes(groups, own) == 2**20, "of the group that has least left"
+    assert total_memory_bytes(groups, own) == 3 * 2**20, "of the group that may take least"
+    assert total_memory_bytes(groups, tmp_path / "none") > 2**22, "without a row of its own it is in the root, which has no limit"
+
+
 @pytest.fixture
 def rows_of_each_call(monkeypatch):
     """How many sequences the engine may sample at once, for each of its calls."""
