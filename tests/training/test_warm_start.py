@@ -3,17 +3,21 @@
 import copy
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from slow_grpo import slow_logprobs
+from slow_grpo import config_of, slow_logprobs
 
+from groupwise.distributed import World
 from groupwise.episodes import worked_episode
 from groupwise.errors import DataError
 from groupwise.models.load import load_policy
 from groupwise.models.scorer import make_scorer
+from groupwise.training.batches import Batches
 from groupwise.training.setup import prepare
-from groupwise.training.warm_start import warm_start
+from groupwise.training.warm_start import _examples, warm_start
+from groupwise.types import Problem, Prompt
 
 
 @pytest.fixture
@@ -34,6 +38,24 @@ def run(begin, **settings):
     seen = []
     warm_start(scorer, prepared.train_prompts, policy.tokenizer, prepared.answer_style, config, lambda *told: seen.append(told))
     return seen, {name: p.detach().clone() for name, p in scorer.named_parameters()}
+
+
+def test_refills_do_not_come_in_the_order_of_the_warm_start():
+    """They would be the problems whose answers were just taught."""
+
+    class Prompts(list):
+        def take(self, indices):
+            return [self[i] for i in indices]
+
+    prompts = Prompts(Prompt(Problem(str(i), "?", "1"), "?", (5,)) for i in range(50))
+    for seed in range(64):
+        config = config_of(
+            training={"seed": seed},
+            rollout={"prompts_per_step": 8, "refill_rounds": 1},
+            warm_start={"steps": 1, "examples_per_step": 8},
+        )
+        refills = Batches(config, SimpleNamespace(train_prompts=prompts), World()).refill_prompts(0, 1, 8)
+        assert [int(prompt.problem.id) for prompt in refills] != _examples(config, len(prompts), 0), seed
 
 
 def test_the_loss_falls_and_is_told_after_each_step(begin):

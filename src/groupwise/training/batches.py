@@ -17,8 +17,8 @@ from groupwise.types import Prompt, number_occurrences
 
 __all__ = ["Batches"]
 
-_REFILL_SEED = 0x5EED
-"""Apart from the run's own order of problems, so that refills do not run ahead of it."""
+_REFILL_SEED = 0x4EF111
+"""Apart from the run's own order of problems, so that refills do not run ahead of it, and from the warm start's."""
 
 
 @dataclass(frozen=True)
