@@ -240,6 +240,12 @@ def test_what_a_loss_may_not_return(found, sentence):
         policy_loss(Objective(loss=lambda inputs: found, kl=None), **given())
 
 
+def test_a_loss_may_say_what_it_clipped_in_numbers():
+    found = LossOutputs(torch.zeros(3), ratio_T=torch.tensor([0.5, 2.0, 1.0]), clipped_T=torch.tensor([1.0, 1.0, 0.0]))
+    _, metrics = policy_loss(Objective(loss=lambda inputs: found, kl=None), **given())
+    assert (metrics["clip_low"].value, metrics["clip_high"].value) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+
+
 def test_a_class_is_no_function(mine):
     with pytest.raises(ConfigError, match="which is a class: name a function"):
         Objective.from_config(AlgorithmConfig(advantage={"type": f"{mine}:Ranks"}))

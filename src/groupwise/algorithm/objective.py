@@ -263,7 +263,7 @@ def _surrogate(
     for name in ("loss_T", "ratio_T", "clipped_T"):
         _check_numbers(getattr(outputs, name), "loss", name, len(inputs.logprobs_T), "tokens", remedy)
     ratio_T = token_ratio(inputs.logprobs_T, inputs.old_logprobs_T, *about) if outputs.ratio_T is None else outputs.ratio_T
-    clipped_T = torch.zeros_like(inputs.logprobs_T, dtype=torch.bool) if outputs.clipped_T is None else outputs.clipped_T
+    clipped_T = torch.zeros_like(inputs.logprobs_T, dtype=torch.bool) if outputs.clipped_T is None else outputs.clipped_T.bool()
     loss_T = outputs.loss_T
     if objective.off_policy_limit is not None:
         sampler_T, old_T = inputs.sampler_logprobs_T, inputs.old_logprobs_T
