@@ -112,6 +112,9 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
             ["algorithm.advantage.type=mine.py:ranks", "kl.placement=token_reward"],
             "acts only if mine.py:ranks takes inputs.penalties_T off",
         ),
+        (["preset=ppo", "value.loss_weight=0.5"], "algorithm.value.loss_weight=0.5 has no effect here: without algorithm"),
+        (["kl.reference_every=100"], "algorithm.kl.reference_every=100 has no effect here: the run has only 100 steps"),
+        (["optimizer.decay=matrices"], "optimizer.decay='matrices' has no effect here: optimizer.weight_decay is 0"),
         (["training.steps=0"], "there is no GRPO step in this run"),
         (["evaluation.modes=[greedy]", "evaluation.samples=4"], "evaluation.samples=4 has no effect here"),
         (
@@ -125,6 +128,19 @@ def test_a_setting_without_effect_says_so_once(overrides, said):
     found = [note for note in notes(load_config(None, overrides)) if said in note]
     assert len(found) == 1
     assert found[0].endswith(".")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["preset=ppo", "value.loss_weight=0.5", "value.trains_trunk=true"],
+        ["preset=ppo", "value.loss_weight=0.5", "value.critic=copy"],
+        ["kl.reference_every=99"],
+        ["optimizer.decay=matrices", "optimizer.weight_decay=0.1"],
+    ],
+)
+def test_settings_that_act_have_no_notes(overrides):
+    assert not [note for note in notes(load_config(None, overrides)) if "has no effect" in note]
 
 
 def test_the_generator_holds_out_as_many_as_it_is_told():

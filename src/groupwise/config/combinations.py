@@ -95,6 +95,10 @@ def _algorithm(config: Config) -> Iterator[str]:
         unmoved = "with algorithm.updates_per_batch 1 the value has not moved yet when its loss is computed"
         if chosen(algorithm.value, "clip"):
             yield _without_effect("algorithm.value.clip", algorithm.value.clip, unmoved)
+    value = algorithm.value
+    if value is not None and value.critic == "shared" and not value.trains_trunk and chosen(value, "loss_weight"):
+        divided_out = "without algorithm.value.trains_trunk the value's head alone learns from it, and AdamW divides it out"
+        yield _without_effect("algorithm.value.loss_weight", value.loss_weight, divided_out)
     if algorithm.kl is not None and algorithm.kl.placement == "loss" and algorithm.kl.estimator == "k1":
         yield "algorithm.kl.estimator=k1 in the loss pulls nowhere: its gradient averages to 0, while k3 and k2 pull to the reference."
     if isinstance(algorithm.advantage, OwnAdvantage) and algorithm.kl is not None and algorithm.kl.placement == "token_reward":
@@ -107,6 +111,9 @@ def _algorithm(config: Config) -> Iterator[str]:
             "algorithm.kl pulls towards the model without its adapter, and so away from what warm_start teaches the adapter: set "
             "algorithm.kl=null, or merge a warm-started adapter and train another on it."
         )
+    kl, steps = algorithm.kl, config.training.steps
+    if kl is not None and kl.reference_every and 0 < steps <= kl.reference_every:
+        yield _without_effect("algorithm.kl.reference_every", kl.reference_every, f"the run has only {steps} steps")
     if config.training.steps == 0:
         yield "training.steps is 0: there is no GRPO step in this run, only evaluation and the warm start if it has steps."
 
@@ -174,6 +181,9 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"optimizer.precision=pure with bfloat16 weights and optimizer.learning_rate={optimizer.learning_rate:g}: "
             "most updates are smaller than bfloat16 can hold and are rounded away."
         )
+    if optimizer.weight_decay == 0:  # a note alone: transformers divides parameters so whatever the decay is
+        for name in chosen(optimizer, "decay"):
+            yield _without_effect(f"optimizer.{name}", optimizer.decay, "optimizer.weight_decay is 0")
     if config.model.lora is not None and optimizer.learning_rate < _LORA_RATE:
         yield (
             f"optimizer.learning_rate={optimizer.learning_rate:g} is a rate for all weights: an adapter (model.lora) wants one about ten "
