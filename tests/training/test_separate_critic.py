@@ -150,7 +150,9 @@ def test_where_either_gradient_is_not_finite_the_critic_stays(broken, tiny_llama
     chosen = learner.scorer if broken == "policy" else learner.critic.trunk
     chosen.named_parameters()[0][1].grad[0, 0] = float("nan")
     weight = learner.critic.weight.detach().clone()
-    learner.step(1e-3)
+    found = learner.step(1e-3)
+    assert ("value/grad_norm" in found) is (broken == "critic"), "where the policy's is dropped nobody looks at the critic's"
+    assert found["optimizer/dropped_updates"].value == (broken == "policy")
     assert all(torch.equal(start[name], p) for name, p in learner.critic.trunk.named_parameters())
     assert torch.equal(learner.critic.weight, weight)
     assert all(p.grad is None for _, p in learner.critic.trunk.named_parameters())

@@ -54,8 +54,6 @@ class Critic:
         self.parameters = [self.weight, self.bias]
         """The head's, which ``adamw`` steps."""
         self.adamw = torch.optim.AdamW(self.parameters, lr=self.config.learning_rate, weight_decay=0.0)
-        self.grad_norm = 0.0
-        """The norm of the trunk's last gradient, before clipping."""
 
     @property
     def reads_policy(self) -> bool:
@@ -122,15 +120,17 @@ class Critic:
 
     def step(self, made: bool) -> dict[str, Metric]:
         """Take the step if the policy's was made; a gradient that is not finite is dropped either way, head and trunk together. Returns
-        the norm of the trunk's gradient before clipping."""
+        the norm of the trunk's gradient before clipping, where that was looked at."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         sound = made and math.isfinite(float(sum(g.abs().sum() for g in gradients)))
+        metrics: dict[str, Metric] = {}
         if sound and self.optimizer is not None:
-            self.grad_norm, sound = self.optimizer.step(self.config.critic_learning_rate)
+            norm, sound = self.optimizer.step(self.config.critic_learning_rate)
+            metrics["value/grad_norm"] = Max(norm)
         if sound:
             self.adamw.step()
         self.clear()
-        return {} if self.optimizer is None else {"value/grad_norm": Max(self.grad_norm)}
+        return metrics
 
     def clear(self) -> None:
         """Forget gradients."""
