@@ -8,7 +8,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise.config import load_config
-from groupwise.config.presets import PRESETS
+from groupwise.config.schema import Config
 from groupwise.doctor.findings import groups_of
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.rewards import StepRewards
@@ -19,6 +19,7 @@ from groupwise.training import ending
 from groupwise.training import run as run_module
 from groupwise.training.checkpoint_folder import read_state
 from groupwise.training.loop import train
+from groupwise.training.setup import _with_steps
 from tests.tiny import final_weights, metrics_of, write_tiny_llama
 
 
@@ -81,6 +82,13 @@ def test_epochs_are_counted_in_steps_once_the_problems_are_read(go, quiet, small
     assert again.summary["steps"] == 2, "it has finished: there is nothing to do"
     with pytest.raises(ConfigError, match="the run has only 2 optimiser steps"):
         go("too long", training={"epochs": 1 / 3}, optimizer={"warmup_steps": 3})
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1.1, 11), (1.11, 12), (0.01, 1), (1e-12, 1)])
+def test_steps_of_epochs_are_rounded_up_and_rounding_makes_none(epochs, steps):
+    """1.1 x 100 / 10 is a little above 11."""
+    config = Config(training={"epochs": epochs}, rollout={"prompts_per_step": 10})
+    assert _with_steps(config, 100).training.steps == steps
 
 
 def test_a_deterministic_run_uses_deterministic_kernels_alone(go):

@@ -273,7 +273,7 @@ def _with_steps(config: Config, problems: int) -> Config:
     passes = config.training.epochs * problems / config.rollout.prompts_per_step
     if passes > sys.maxsize:
         raise ConfigError(f"training.epochs is {config.training.epochs:g}, which is more steps than can be counted: lower it")
-    steps = math.ceil(passes)
+    steps = max(1, math.ceil(round(passes, 9)))  # 1.1 x 100 / 10 is a little above 11
     training = config.training.model_copy(update={"steps": steps, "epochs": None})
     return Config(**{name: getattr(config, name) for name in type(config).model_fields} | {"training": training})
 
