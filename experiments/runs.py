@@ -148,11 +148,11 @@ def settings_of(recipe: str) -> tuple[str, ...]:
 
 
 def config_hash(recipe: str) -> str:
-    """What a recipe's runs have by themselves, shortly: its file and the defaults change while its name stays."""
-    from groupwise.config import dump_config, load_config
+    """What a recipe's runs set, shortly: its file changes while its name stays. Defaults are left out, since every version adds some."""
+    from groupwise.config import load_config
 
     config = load_config(recipe, [*COMMON, *settings_of(recipe)])
-    return hashlib.sha256(dump_config(config).encode()).hexdigest()[:12]
+    return hashlib.sha256(config.model_dump_json(exclude_unset=True).encode()).hexdigest()[:12]
 
 
 def warm_start_job(
