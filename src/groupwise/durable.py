@@ -11,9 +11,9 @@ from pathlib import Path
 __all__ = ["put_back", "put_back_all", "sync", "sync_folder", "sync_tree", "write_bytes", "write_parts"]
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Replace ``path`` as a whole or not at all: written beside it, forced to disk, then renamed over it. A symbolic link stays, and the
-    file that it leads to is replaced.
+    file that it leads to is replaced. Content larger than memory may come in parts.
 
     Raises:
         OSError: the disk is full, the folder is read-only or missing; ``path`` is then what it was before.
@@ -28,7 +28,7 @@ def write_parts(path: Path, parts: Iterable[bytes]) -> None:
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name[-48:]}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines(parts)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(aside, 0o666 & ~current_umask())

@@ -517,8 +517,8 @@ def cut_back(folder: RunFolder, step: int | None) -> None:
 
 
 def cut_lines(path: Path, step: int) -> None:
-    with path.open("rb") as file:  # of many GB, perhaps
-        write_parts(path, (line for line in file if line.endswith(b"\n") and step_of(line) <= step))
+    with path.open("rb") as file:
+        write_bytes(path, (line for line in file if line.endswith(b"\n") and step_of(line) <= step))
 
 
 def step_of(line: bytes) -> float:
