@@ -27,7 +27,7 @@ import yaml
 from groupwise.config.dialect import plain_yaml, yaml_text
 from groupwise.config.schema import Config
 from groupwise.data.prompts import default_style
-from groupwise.durable import put_back, put_back_all, sync_folder, write_bytes, write_parts
+from groupwise.durable import put_back, put_back_all, sync_folder, write_bytes
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
 from groupwise.tracking.files import write_json, write_json_lines, write_text
