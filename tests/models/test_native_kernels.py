@@ -12,6 +12,7 @@ import stat
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -767,6 +768,20 @@ class TestWithout:
         assert found.library is None
         return found.description
 
+    def writes_texts(self, monkeypatch):
+        """A compiler that writes a text; returns the list of its calls."""
+        built = []
+
+        def run(command):
+            if "-o" in command:
+                built.append(command)
+                Path(command[command.index("-o") + 1]).write_bytes(b"a library" * 1000)
+            return "cc 1.0"
+
+        monkeypatch.setattr(build, "_compiler", lambda: ["cc"])
+        monkeypatch.setattr(build, "_run", run)
+        return built
+
     def test_switched_off(self, monkeypatch):
         monkeypatch.setenv("GROUPWISE_NATIVE_KERNELS", "0")
         assert "GROUPWISE_NATIVE_KERNELS=0" in self.reason()
@@ -796,16 +811,7 @@ class TestWithout:
     @pytest.mark.parametrize("harm", ["nothing", "half", "empty", "one byte", "planted", "writable", "link"])
     def test_what_is_not_sound_in_the_cache_is_built_anew(self, tmp_path, monkeypatch, harm):
         """With a compiler that writes a text, and a loader that reads it: half a library, loaded, would end this process."""
-        built, loaded = [], []
-
-        def run(command):
-            if "-o" in command:
-                built.append(command)
-                Path(command[command.index("-o") + 1]).write_bytes(b"a library" * 1000)
-            return "cc 1.0"
-
-        monkeypatch.setattr(build, "_compiler", lambda: ["cc"])
-        monkeypatch.setattr(build, "_run", run)
+        built, loaded = self.writes_texts(monkeypatch), []
         monkeypatch.setattr(build.ctypes, "CDLL", lambda name: loaded.append(Path(name).read_bytes()))
         build.kernels.__wrapped__()
         (kept,) = (tmp_path / "cache").rglob("kernels-*.so")
@@ -832,6 +838,33 @@ class TestWithout:
         assert build._cache_folder() != folder
         folder.chmod(0o755)
         assert build._cache_folder() == folder
+
+    def test_without_a_home_they_are_built_for_this_process(self, monkeypatch):
+        def nobody():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(build.Path, "home", staticmethod(nobody))
+        assert build._cache_folder() == Path(build._temporary_folder().name)
+
+    def test_a_cache_from_which_nothing_may_be_executed(self, tmp_path, monkeypatch):
+        """The loader refuses it; the folder for temporary files may lie on another disk."""
+
+        def load(name):
+            if Path(os.readlink(name)).is_relative_to(tmp_path / "cache"):
+                raise OSError(f"{name}: failed to map segment from shared object")
+            return "a library"
+
+        self.writes_texts(monkeypatch)
+        monkeypatch.setattr(build.ctypes, "CDLL", load)
+        folder = SimpleNamespace(name=str(tmp_path))
+        monkeypatch.setattr(build, "_temporary_folder", lambda: folder)
+        assert build.kernels.__wrapped__().library == "a library"
+        folder.name = str(tmp_path / "cache")
+        found = build.kernels.__wrapped__()
+        assert (found.library, found.failed) == (None, True)
+        assert found.description.startswith("could not be loaded: ")
+        assert "failed to map segment" in found.description
 
     def test_a_file_of_somebody_else_is_not_loaded(self, tmp_path, monkeypatch):
         path = tmp_path / "kernels.so"

@@ -37,7 +37,11 @@ class Kernels:
     description: str
     """The compiler, such as ``cc (Debian 12.2.0) 12.2.0``, or the reason for doing without."""
     failed: bool = False
-    """Whether it was tried: there is no compiler, or one that fails."""
+    """Whether it was tried: there is no compiler, or one that fails, or what it makes cannot be loaded."""
+
+
+class _NotLoaded(OSError):
+    """A sound library that the loader does not take."""
 
 
 @functools.cache
@@ -53,6 +57,8 @@ def kernels(fp32: bool = False) -> Kernels:
     try:
         version = _run([*compiler, "--version"]).splitlines()[0]
         return Kernels(_loaded([*compiler, *FLAGS, *(["-DFP32"] if fp32 else [])], version), version)
+    except _NotLoaded as error:
+        return Kernels(None, f"could not be loaded: {_last_line(error)}", failed=True)
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         return Kernels(None, f"could not be compiled: {_last_line(error)}", failed=True)
 
@@ -82,7 +88,15 @@ def _loaded(command: list[str], version: str) -> ctypes.CDLL:
     a digest of itself, is the user's own, and what was looked at is what is loaded.
     """
     identity = "\n".join([SOURCE.read_text(encoding="utf-8"), *command, version, processor()])
-    path = _cache_folder() / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    name = f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+    try:
+        return _from_file(command, _cache_folder() / name)
+    except _NotLoaded:  # the cache may lie where nothing may be executed (noexec)
+        return _from_file(command, Path(_temporary_folder().name) / name)
+
+
+def _from_file(command: list[str], path: Path) -> ctypes.CDLL:
+    """The library at ``path``, built there where there is none that is sound. Raises _NotLoaded where the loader does not take it."""
     for last in (False, True):
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -92,7 +106,11 @@ def _loaded(command: list[str], version: str) -> ctypes.CDLL:
         else:
             if _is_sound(handle):
                 # It stays open: the loader knows libraries by their names, and would take a second one at this number for the first.
-                return ctypes.CDLL(f"/proc/self/fd/{handle}")
+                try:
+                    return ctypes.CDLL(f"/proc/self/fd/{handle}")
+                except OSError as error:
+                    os.close(handle)
+                    raise _NotLoaded(f"{path}: {error}") from error
             os.close(handle)
         if not last:
             _build(command, path)
@@ -138,12 +156,12 @@ def processor() -> str:
 
 def _cache_folder() -> Path:
     """The user's own cache. What is loaded from there runs as the user, so nobody else may be able to write it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise" / "kernels"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groupwise" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK) and _is_own(folder.stat()):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # the second: nothing says where the user's home is
         pass
     return Path(_temporary_folder().name)
 

@@ -347,7 +347,7 @@ void gw_decode_attention(
     }
 }
 
-static double uniform(int64_t key, int64_t position) { /* splitmix64, as engines/builtin/draw.py has it */
+static double uniform(int64_t key, int64_t position) { /* splitmix64, as models/ops.py has it */
     uint64_t x = (uint64_t)key + (uint64_t)(position + 1) * 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
