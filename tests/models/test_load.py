@@ -24,6 +24,7 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import ModelError
@@ -424,6 +425,56 @@ def test_rotary_embeddings_of_a_text_model_within_another_are_written_both_ways(
     assert written["text_config"]["rope_theta"] == 2_000_000
     assert written["text_config"]["rope_local_base_freq"] == 20_000
     assert written["text_config"]["rope_parameters"] == rope
+
+
+def test_longrope_is_written_as_4_wants_it_and_5_reads_it_as_it_was(tmp_path: Path) -> None:
+    """4.57 refuses more than three fields, and 5 takes them in place of ``rope_parameters``."""
+    factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    rope = {"rope_type": "longrope", "rope_theta": 20_000.0, "partial_rotary_factor": 0.75, **factors}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    text = {"model_type": "phi3", "rope_parameters": {**rope, "original_max_position_embeddings": 4096}, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    make_readable_by_4(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["rope_scaling"] == {"type": "longrope", **factors}
+    assert (written["rope_theta"], written["partial_rotary_factor"]) == (20_000, 0.75)
+    read = AutoConfig.from_pretrained(tmp_path)
+    if hasattr(LlamaConfig(), "rope_parameters"):
+        assert {key: read.rope_parameters[key] for key in text["rope_parameters"]} == text["rope_parameters"]
+
+
+def test_rotary_settings_are_written_under_the_names_that_4_has_for_them(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 20_000.0, "partial_rotary_factor": 1.0}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", "rope_parameters": rope}))
+    make_readable_by_4(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["rotary_pct"], written["rotary_emb_base"]) == (1.0, 20_000)
+    read = AutoConfig.from_pretrained(tmp_path)
+    if hasattr(LlamaConfig(), "rope_parameters"):
+        assert read.rope_parameters == rope
+    else:
+        assert (read.rope_theta, read.partial_rotary_factor) == (20_000, 1.0)
+    kinds = {"full_attention": {"rope_theta": 160_000.0}, "sliding_attention": {"rope_theta": 10_000.0}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "modernbert-decoder", "rope_parameters": kinds}))
+    make_readable_by_4(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["global_rope_theta"], written["local_rope_theta"]) == (160_000, 10_000)
+
+
+def test_what_is_written_for_4_changes_rotary_settings_of_no_type_in_5(tmp_path: Path) -> None:
+    """Types that are newer than 4.57 have settings of another form, which a ``rope_scaling`` beside them would replace."""
+    compared = 0
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            AutoConfig.for_model(kind).save_pretrained(tmp_path)
+            before = getattr(AutoConfig.from_pretrained(tmp_path).get_text_config(), "rope_parameters", None)
+        except Exception:  # without settings it cannot be made, or not be read
+            continue
+        make_readable_by_4(tmp_path)
+        after = getattr(AutoConfig.from_pretrained(tmp_path).get_text_config(), "rope_parameters", None)
+        compared += before is not None
+        assert before == after, kind
+    assert compared > 50 or not hasattr(LlamaConfig(), "rope_parameters")
 
 
 def test_libraries_stay_quiet_until_the_last_of_several_threads_is_done() -> None:

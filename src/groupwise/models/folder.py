@@ -156,18 +156,29 @@ def _ends(entries: Iterable[dict[str, Any]]) -> list[int]:
 def _rewrite_config(config: dict[str, Any]) -> None:
     if isinstance(text := config.get("text_config"), dict):  # of a model that sees images too
         _rewrite_config(text)
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "sliding_attention" in rope:  # Gemma 3: one set of rotary settings for each kind of layer
+    if "dtype" in config:
+        config["torch_dtype"] = config["dtype"]  # the name that other tools, and transformers before 4.56, read
+    kind, rope = str(config.get("model_type")), config.get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:  # one set of rotary settings for each kind of layer
+        if kind == "modernbert-decoder":
+            config["global_rope_theta"], config["local_rope_theta"] = (
+                rope[of]["rope_theta"] for of in ("full_attention", "sliding_attention")
+            )
+        if not kind.startswith(("gemma3", "olmo3")):
+            return  # 4.57 lacks the others, and 5 would take one rope_scaling in place of all sets
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     if isinstance(rope, dict) and "rope_theta" in rope:
         config["rope_theta"] = rope["rope_theta"]
         if "partial_rotary_factor" in rope:
             config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        if kind.startswith("gpt_neox"):  # with names of its own
+            config["rotary_emb_base"], config["rotary_pct"] = rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)
         if rope.get("rope_type", "default") != "default":
             config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    if "dtype" in config:
-        config["torch_dtype"] = config["dtype"]  # the name that other tools, and transformers before 4.56, read
+            if kind in ("phi3", "phi4_multimodal") and not {"factor", "attention_factor"} & rope.keys():
+                # 4.57 takes three fields and no more. Both read the others from beside them.
+                config["rope_scaling"] = {"type": rope["rope_type"], **{key: rope[key] for key in ("short_factor", "long_factor")}}
 
 
 def _rewrite_tokenizer_config(config: dict[str, Any]) -> None:
