@@ -370,13 +370,20 @@ def test_saving_replaces_a_model_and_spares_other_files(qwen_folder: Path, tmp_p
     (target / "notes.txt").write_text("mine")
     (target / "model-00001-of-00002.safetensors").write_text("of an older save")
     (target / "model.safetensors.index.json").write_text("{}")
+    (target / "chat_template.jinja").write_text("of an older save")
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "tools.jinja").write_text("of an older save")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (target / name).write_text("{}")
     save_model(policy, target)
     with torch.no_grad():
         policy.model.get_input_embeddings().weight.mul_(2)
     save_model(policy, target)
     assert (target / "notes.txt").read_text() == "mine"
-    assert not list(target.glob("*-of-*")) + list(target.glob("*.index.json"))
-    torch.testing.assert_close(logits(load_policy(model_config(target)), [1, 2, 3]), logits(policy, [1, 2, 3]), rtol=0, atol=0)
+    assert not [*target.glob("*-of-*"), *target.glob("*.index.json"), *target.glob("adapter_*")]
+    again = load_policy(model_config(target))
+    assert again.tokenizer.chat_template == policy.tokenizer.chat_template
+    torch.testing.assert_close(logits(again, [1, 2, 3]), logits(policy, [1, 2, 3]), rtol=0, atol=0)
 
 
 def test_saving_where_nothing_can_be_written(qwen_folder: Path, tmp_path: Path) -> None:

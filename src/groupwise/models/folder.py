@@ -105,8 +105,12 @@ def move_into_place(source: Path, target: Path) -> None:
         source.rename(target)
         return
     (target / "config.json").unlink(missing_ok=True)  # from here to the end the folder does not load, rather than load a mixture
-    for old in target.iterdir():
-        if _WEIGHTS.fullmatch(old.name) or old.name in _INDEXES:
+    stale = {*_INDEXES, "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
+    if (source / "tokenizer_config.json").is_file():  # its chat template would be passed over for one in a file of its own
+        stale.add("chat_template.jinja")
+        shutil.rmtree(target / "additional_chat_templates", ignore_errors=True)
+    for old in list(target.iterdir()):
+        if _WEIGHTS.fullmatch(old.name) or old.name in stale:
             old.unlink()
     for file in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
         if file.is_dir():
