@@ -45,12 +45,14 @@ from groupwise.models.load import (
     load_tokenizer,
     resolve_device,
     save_model,
+    with_base,
 )
 from groupwise.models.quiet import quiet
 from tests.tiny import write_tiny_mixture
 
 QWEN_ROWS = 151_936  # embedding rows of the real Qwen2.5 models
 IM_END, ENDOFTEXT = 151_645, 151_643
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +109,12 @@ def cut_short(folder: Path) -> None:
 
 
 def as_lfs_pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (folder / "model.safetensors").write_text(POINTER)
+
+
+def as_lfs_pointer_of_pickled_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_text(POINTER)
 
 
 def with_half_an_index(folder: Path) -> None:
@@ -131,6 +138,10 @@ def change_config(folder: Path, **values: Any) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (cut_short, "was cut short"),
         (as_lfs_pointer, "Git LFS pointer"),
+        (as_lfs_pointer_of_pickled_weights, r"pytorch_model\.bin is a Git LFS pointer"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter .* beside its weights"),
+        (lambda folder: (folder / "tokenizer.json").write_text(POINTER), "the tokenizer of model .* cannot be loaded"),
+        (lambda folder: change_config(folder, layer_types=["nonsense"] * 2), "the config of model .* cannot be loaded"),
         (with_half_an_index, r"lacks 1 of the 2 weight files .*model-00002-of-00002"),
         (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "has no tokenizer"),
         (lambda folder: change_config(folder, model_type="t5"), "no causal language model"),
@@ -146,6 +157,33 @@ def test_a_damaged_folder_is_refused_in_one_sentence(
         load_policy(model_config(qwen_folder))
     assert "\n" not in str(caught.value)
     assert ": " in str(caught.value)  # a remedy follows
+
+
+def test_a_damaged_adapter_is_refused_before_its_base_is_read(
+    qwen_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    (tmp_path / "adapter").mkdir()
+    for name in ("adapter_model.bin", "adapter_model.safetensors"):
+        (tmp_path / "adapter" / name).write_text(POINTER)
+        with pytest.raises(ModelError, match=rf"{name} is a Git LFS pointer"):
+            load_policy(model_config(qwen_folder), adapter=tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes((qwen_folder / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(ModelError, match="was cut short"):
+        load_policy(model_config(qwen_folder), adapter=tmp_path / "adapter")
+    with pytest.raises(ModelError, match="has no weights"):
+        load_policy(model_config(qwen_folder), adapter=tmp_path)
+
+
+def test_an_adapter_beside_a_config_without_weights_is_an_adapter(qwen_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(qwen_folder)}))
+    shutil.copyfile(qwen_folder / "config.json", tmp_path / "config.json")
+    found, adapter = with_base(model_config(tmp_path))
+    assert (found.name, adapter) == (str(qwen_folder), tmp_path.resolve())
+    with pytest.raises(ModelError, match="holds an adapter alone"):
+        check_model(model_config(tmp_path))
+    with_half_an_index(Path(shutil.copytree(qwen_folder, tmp_path, dirs_exist_ok=True)))
+    assert with_base(model_config(tmp_path))[1] is None, "part of a model's weights are a model's weights"
 
 
 def test_a_file_is_not_a_folder(qwen_folder: Path) -> None:

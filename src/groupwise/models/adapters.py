@@ -8,6 +8,7 @@ the same with the adapter off.
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from groupwise.errors import ModelError
@@ -128,7 +130,8 @@ def load_adapter(model: Any, folder: Path) -> None:
 
 
 def load_trained(policy: Any, folder: Path) -> Any:
-    """``policy`` with the adapter that peft's ``save_pretrained`` wrote into ``folder``. Raises ModelError where it does not fit."""
+    """``policy`` with the adapter that peft's ``save_pretrained`` wrote into ``folder``. Raises ModelError where it does not fit, or is
+    damaged."""
     peft = require_peft()
     try:
         with warnings.catch_warnings():
@@ -140,7 +143,10 @@ def load_trained(policy: Any, folder: Path) -> Any:
             loaded = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu", key_mapping=renamed))
             if loaded.unexpected_keys:
                 raise ValueError(f"no place for {loaded.unexpected_keys[0]}")
-    except (KeyError, OSError, RuntimeError, TypeError, UserWarning, ValueError) as error:
+    except (
+        EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, UserWarning, ValueError, pickle.UnpicklingError,
+    ) as error:  # fmt: skip
+        reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"the adapter in {folder} does not fit {policy.name} ({in_one_line(error)}): name its own base with --base"
         ) from error

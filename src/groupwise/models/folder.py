@@ -16,12 +16,13 @@ from typing import Any
 from groupwise.errors import ModelError
 
 __all__ = [
-    "adapter_in", "base_of", "check_cache", "check_folder", "is_folder_name", "make_readable_by_4", "move_into_place", "only_from_cache",
-    "refused_by_hub", "stored_quantisation",
+    "adapter_in", "base_of", "check_adapter_files", "check_cache", "check_folder", "holds_model", "is_folder_name", "make_readable_by_4",
+    "move_into_place", "only_from_cache", "refused_by_hub", "stored_quantisation",
 ]  # fmt: skip
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
+_POINTER = b"version https://git-lfs"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
@@ -31,17 +32,17 @@ def is_folder_name(name: str) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelError where ``folder`` lacks a config, weights, a shard that its index names, or a tokenizer, or where a
-    safetensors file is cut short. Reads headers only."""
+    """Raise ModelError where ``folder`` lacks a config, weights, a shard that its index names, or a tokenizer, where an adapter lies beside
+    its weights, or where a safetensors file is cut short. Reads headers only."""
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise ModelError(f"the model folder {folder} {what}: name a folder with config.json and weights, or a Hub name")
+    if not holds_model(folder) and any((folder / place / "adapter_config.json").is_file() for place in (".", "adapter")):
+        raise ModelError(
+            f"the model folder {folder} holds an adapter alone, without config.json and weights: make a whole model of it with "
+            f"`groupwise merge {folder} NEW_FOLDER`"
+        )
     if not (folder / "config.json").is_file():
-        if any((folder / place / "adapter_config.json").is_file() for place in (".", "adapter")):
-            raise ModelError(
-                f"the model folder {folder} holds an adapter alone, without config.json and weights: make a whole model of it with "
-                f"`groupwise merge {folder} NEW_FOLDER`"
-            )
         raise ModelError(f"the model folder {folder} has no config.json: name a folder with a whole Hugging Face model")
     _read_json(folder / "config.json")
     weights = _weight_files(folder)
@@ -50,16 +51,35 @@ def check_folder(folder: Path) -> None:
             f"the model folder {folder} has no weights (model.safetensors or pytorch_model.bin, or an index of such files): "
             "copy or download them there"
         )
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"the model folder {folder} holds an adapter (adapter_config.json) beside its weights, and would be used without it: move the "
+            "adapter's files to a folder of their own and name that, or remove them where it is merged into the weights"
+        )
     for file in weights:
-        if file.suffix == ".safetensors":
-            _check_safetensors(file)
+        _check_weights(file)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"the model folder {folder} has no tokenizer (tokenizer.json): copy the model's tokenizer files there")
 
 
+def check_adapter_files(folder: Path) -> None:
+    """Raise ModelError where the adapter in ``folder`` lacks its weights, or they are cut short. Reads headers only."""
+    files = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin") if (folder / name).is_file()]
+    if not files:
+        raise ModelError(f"the adapter in {folder} has no weights (adapter_model.safetensors): copy or download them there")
+    _check_weights(files[0])
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether there are a config.json and weights in ``folder``, all of them or some."""
+    with suppress(ModelError):  # an index whose files are not all there
+        return (folder / "config.json").is_file() and bool(_weight_files(folder))
+    return True
+
+
 def adapter_in(folder: Path) -> Path | None:
     """Where in ``folder`` an adapter lies that has no whole model around it: an adapter's own folder, a model's, or a checkpoint."""
-    if (folder / "config.json").is_file() or (folder / "model" / "config.json").is_file():
+    if holds_model(folder) or holds_model(folder / "model"):
         return None
     places = (folder / place for place in (".", "adapter", "model/adapter"))
     return next((place.resolve() for place in places if (place / "adapter_config.json").is_file()), None)
@@ -135,6 +155,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return []
 
 
+def _check_weights(file: Path) -> None:
+    with file.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise ModelError(f"the weights file {file} is a Git LFS pointer, without the weights: copy or download the file itself")
+    if file.suffix == ".safetensors":
+        _check_safetensors(file)
+
+
 def _check_safetensors(file: Path) -> None:
     """A safetensors file says in its header how long it is: 8 bytes of header length, a JSON header, then the tensors."""
     size = file.stat().st_size
@@ -146,8 +174,7 @@ def _check_safetensors(file: Path) -> None:
         except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
-        pointer = " (a Git LFS pointer stands in its place)" if start == b"version " else ""
-        raise ModelError(f"the weights file {file} is not a safetensors file{pointer}: copy or download it again")
+        raise ModelError(f"the weights file {file} is not a safetensors file: copy or download it again")
     expected = 8 + header_bytes + max(_ends(header.values()), default=0)
     if size < expected:
         raise ModelError(f"the weights file {file} has {size} bytes of {expected}: it was cut short; copy or download it again")

@@ -43,6 +43,7 @@ from groupwise.models.families import FAMILIES, experts_of, longrope_positions
 from groupwise.models.folder import (
     adapter_in,
     base_of,
+    check_adapter_files,
     check_cache,
     check_folder,
     is_folder_name,
@@ -210,6 +211,8 @@ def load_policy(
         torch.cuda.set_device(target)  # Triton, graphs and figures of memory take the current device
     config = with_dtype(config)
     check_model(config, reads_weights=target.type != "meta")
+    if adapter is not None:
+        check_adapter_files(adapter)
     hf_config, tokenizer = load_model_config(config), load_tokenizer(config, adapter)
     end_ids = end_token_ids(tokenizer, hf_config, generation_config(config))
     if not end_ids:
@@ -527,7 +530,7 @@ def _explained(config: ModelConfig, what: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # damaged files: errors of several packages, some of no class but this one
         raise ModelError(_explanation(config, what, error)) from error
 
 
