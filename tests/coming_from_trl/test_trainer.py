@@ -704,6 +704,28 @@ def test_an_adapter_learns_alone_and_is_saved_alone(tiny_folder, load_tiny, prom
     )
 
 
+def test_an_adapter_is_not_saved_beside_the_weights_of_a_whole_model(tiny_folder, prompts, letters, settings, tmp_path, caplog):
+    """transformers would put it on that model, whatever its base is."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(), prompts, peft_config=config)
+    whole = Path(shutil.copytree(tiny_folder, tmp_path / "whole"))
+    before = contents(whole)
+    trainer.save_model(str(whole))
+    assert f"{whole} holds a whole model: the adapter is written to {whole}/adapter" in caplog.text
+    assert (whole / "adapter" / "adapter_model.safetensors").is_file()
+    shutil.rmtree(whole / "adapter")
+    assert contents(whole) == before
+
+
+def test_an_adapter_that_add_adapter_put_into_the_model_is_refused(load_tiny, prompts, letters, settings):
+    peft = pytest.importorskip("peft")
+    model = load_tiny()
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(ModelError, match="an adapter that transformers put into it"):
+        GRPOTrainer(model, letters, settings(), prompts)
+
+
 @pytest.fixture
 def trained_adapter(load_tiny):
     """A model with an adapter called "policy" that has been trained."""

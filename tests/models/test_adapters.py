@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from groupwise.algorithm import group_advantages
-from groupwise.config.schema import Config, LoraConfig
+from groupwise.config.schema import Config, LoraConfig, ModelConfig
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.engines.builtin import decode
 from groupwise.engines.builtin.engine import BuiltinEngine, takes_native
@@ -20,14 +21,15 @@ from groupwise.engines.transformers import TransformersEngine
 from groupwise.errors import ModelError
 from groupwise.models import merging
 from groupwise.models.adapters import attach, base_module, is_adapted, load_trained, peft_config_of, why_not_mergeable
-from groupwise.models.decoder import Decoder, MergedDecoder
-from groupwise.models.load import Policy, save_model
+from groupwise.models.decoder import Decoder, MergedDecoder, why_unsupported
+from groupwise.models.load import Policy, load_policy, save_model
 from groupwise.models.merging import added_up, dithered
 from groupwise.models.native import calls as native
 from groupwise.models.quantised import store_in_16_bits
 from groupwise.models.scorer import make_reference, make_scorer
 from groupwise.training.learner import BatchPass, Learner
 from groupwise.types import Completion, Group, Problem, Prompt
+from tests.tiny import write_tiny_llama
 
 peft = pytest.importorskip("peft")
 
@@ -220,6 +222,30 @@ def test_an_adapter_whose_weights_find_no_place_is_refused(tiny_llama, tmp_path:
             load_trained(replace(policy, model=tiny_llama()), tmp_path)
 
 
+def test_an_adapter_that_transformers_put_into_the_model_is_never_left_out_in_silence(tiny_llama, tmp_path: Path, monkeypatch):
+    model, config = tiny_llama(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model.add_adapter(config)
+    assert why_unsupported(model) == "adapters or quantised layers"
+    folder = write_tiny_llama(tmp_path)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(folder)
+    named = ModelConfig(name=str(folder), device="cpu", dtype="float32")
+    with pytest.raises(ModelError, match=r"holds an adapter \(adapter_config\.json\) beside its weights"):
+        load_policy(named)
+    monkeypatch.setattr("groupwise.models.load.check_folder", lambda folder: None)  # as for a repository of the Hub
+    with pytest.raises(ModelError, match=r"brings an adapter \(adapter_config\.json\)"):
+        load_policy(named)
+
+
+def test_an_adapter_whose_pickled_weights_are_damaged_is_refused(tiny_llama, tmp_path: Path):
+    policy = adapted(tiny_llama())
+    policy.model.save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    for damaged in (b"", b"nothing of the kind"):
+        (tmp_path / "adapter_model.bin").write_bytes(damaged)
+        with pytest.raises(ModelError, match="does not fit tiny"):
+            load_trained(replace(policy, model=tiny_llama()), tmp_path)
+
+
 def test_the_adapter_s_dropout_acts_in_learning_alone(tiny_llama):
     policy = adapted(tiny_llama(), dropout=0.5)
     with torch.no_grad():
@@ -241,8 +267,6 @@ def test_the_adapter_s_dropout_acts_in_learning_alone(tiny_llama):
 
 
 def test_a_saved_policy_is_whole_and_has_the_adapter_beside_it(tiny_llama, tmp_path: Path):
-    from transformers import AutoModelForCausalLM
-
     base = tiny_llama()
     policy = adapted(copy.deepcopy(base))
     with torch.no_grad():

@@ -44,6 +44,7 @@ __all__ = [
     "attach",
     "base_module",
     "drops_out",
+    "has_injected_adapter",
     "is_adapted",
     "load_adapter",
     "load_trained",
@@ -66,6 +67,12 @@ _REFERENCE = "ref"
 def is_adapted(model: Any) -> bool:
     """Whether ``model`` is peft's."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def has_injected_adapter(model: Any) -> bool:
+    """Whether transformers itself has put an adapter into ``model`` (``add_adapter``, or files beside its own): computed by its module
+    alone, and left out by whatever else reads the weights."""
+    return bool(getattr(base_module(model), "_hf_peft_config_loaded", False))
 
 
 def base_module(model: Any) -> Any:

@@ -46,7 +46,7 @@ def why_unsupported(model: Any, *, any_layers: bool = False) -> str | None:
     for part in (model, model.model, *model.model.layers[:1]):
         if not type(part).__module__.startswith("transformers.models."):
             return f"a class of its own, {type(part).__name__}"
-    if not any_layers and any(type(m).__name__ != "Linear" for m in model.modules() if hasattr(m, "in_features")):
+    if not any_layers and any(type(m) is not nn.Linear for m in model.modules() if hasattr(m, "in_features")):
         return "adapters or quantised layers"
     # Not of adapters and quantised layers, whose numbers become the embedding's as they are merged.
     plain = [m for name, m in model.named_modules() if "lora_" not in name and not is_quantised(m)]

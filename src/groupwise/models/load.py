@@ -29,6 +29,7 @@ from groupwise.memory import blocks_of_their_own, own_memory
 from groupwise.models.adapters import (
     attach,
     base_module,
+    has_injected_adapter,
     is_adapted,
     load_trained,
     merged,
@@ -437,6 +438,11 @@ def _load_weights(config: ModelConfig, attention: str | None, device: torch.devi
             **origin_of(config),
         )
     model, info = loaded
+    if has_injected_adapter(model):
+        raise ModelError(
+            f"model {config.name!r} brings an adapter (adapter_config.json) beside its config.json, and would be used without it: merge it "
+            "into a model folder, or name its base"
+        )
     if "offload_folder" in how:
         remove_with(model, how["offload_folder"])
     if missing := sorted(info["missing_keys"]):

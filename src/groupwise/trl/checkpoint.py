@@ -20,6 +20,7 @@ from transformers.trainer_callback import TrainerState
 from groupwise.durable import put_back_all, sync
 from groupwise.errors import CheckpointError
 from groupwise.models.adapters import is_adapted, load_adapter
+from groupwise.models.folder import holds_model
 from groupwise.models.load import Policy, save_model
 from groupwise.models.quiet import quiet
 from groupwise.training.checkpoint import restore_state, take_snapshot, write_state
@@ -62,10 +63,14 @@ def _with_milestones(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """A model folder; of a model with an adapter the adapter alone, as peft writes it, with the tokenizer."""
+    """A model folder; of a model with an adapter the adapter alone, as peft writes it, with the tokenizer: in a folder with a whole model
+    in ``adapter/``, since transformers would put it on that model, whatever its base is."""
     if not is_adapted(policy.model):
         save_model(policy, folder)
         return
+    if holds_model(folder):
+        folder = folder / "adapter"
+        logger.warning("%s holds a whole model: the adapter is written to %s", folder.parent, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = policy.model

@@ -30,7 +30,7 @@ from groupwise.engines.builtin.fast_paths import check_fast_paths, take
 from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import playing
 from groupwise.errors import ConfigError, ModelError
-from groupwise.models.adapters import NOT_TRAINABLE, KeepsAdapter, attach, base_module, is_adapted
+from groupwise.models.adapters import NOT_TRAINABLE, KeepsAdapter, attach, base_module, has_injected_adapter, is_adapted
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import has_device_map, with_dtype
 from groupwise.models.load import (
@@ -488,6 +488,11 @@ def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, ad
         raise ModelError(
             "the model lies on several devices (device_map), where it cannot learn: load it without device_map, or pass its name and "
             "start the script by accelerate launch --config_file launch/fsdp2-8gpu.yaml"
+        )
+    if has_injected_adapter(model):
+        raise ModelError(
+            "the model has an adapter that transformers put into it (add_adapter, or adapter_config.json beside its files), and would be "
+            "trained without it: load it without one and pass peft_config, or pass a peft.PeftModel"
         )
     if model.dtype not in (torch.float32, torch.bfloat16, *([torch.float16] if args.fp16 else [])):
         raise ModelError(f"the model's weights are {model.dtype}: load it in float32 or bfloat16, or in float16 with fp16=True")
