@@ -21,7 +21,7 @@ from datasets import Dataset, DatasetDict
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch.optim import lr_scheduler
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, TrainerCallback
 from transformers.integrations import DVCLiveCallback, TensorBoardCallback, WandbCallback
 from transformers.integrations.integration_utils import WandbLogModel
 
@@ -33,7 +33,7 @@ from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, TrainingError
 from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import CompletionLog, summary_in
-from groupwise.trl.parts import GivenOptimizer
+from groupwise.trl.parts import GivenOptimizer, check_frozen
 from groupwise.trl.rewards import combine
 from tests.tiny import write_tiny_mixture
 
@@ -660,6 +660,35 @@ def test_a_schedule_that_steps_by_a_metric_is_refused(load_tiny, prompts, letter
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="is a ReduceLROnPlateau, whose steps need a metric"):
         GRPOTrainer(model, letters, settings(), prompts, optimizers=(optimizer, lr_scheduler.ReduceLROnPlateau(optimizer)))
+
+
+def test_what_a_script_has_frozen_is_not_trained(load_tiny, prompts, letters, settings):
+    model = load_tiny()
+    model.model.embed_tokens.requires_grad_(False)
+    for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.5)):
+        with pytest.raises(ConfigError, match=r"1 of the parameters .* such as model\.embed_tokens\.weight: pass optimizers="):
+            GRPOTrainer(model, letters, settings(), prompts, optimizers=(optimizer, None))
+    others = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    trainer = GRPOTrainer(model, letters, settings(max_steps=1), prompts, optimizers=(others, None))
+    before = weights(trainer)
+    trainer.train()
+    changed = [name for name, p in weights(trainer).items() if not torch.equal(p, before[name])]
+    assert "lm_head.weight" in changed
+    assert "model.embed_tokens.weight" not in changed
+
+
+def test_what_a_class_or_a_trainer_before_has_frozen_is_no_choice_of_the_script(load_tiny, prompts, letters, settings):
+    class Scaled(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+
+    check_frozen(GRPOTrainer(load_tiny(), letters, settings(), prompts).model, None)
+    model = Scaled(load_tiny().config)
+    check_frozen(model, None)
+    model.lm_head.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"1 of the parameters .* such as lm_head\.weight"):
+        check_frozen(model, None)
 
 
 def test_a_model_on_several_devices_is_refused(load_tiny, prompts, letters, settings):

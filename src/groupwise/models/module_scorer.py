@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from groupwise.models.logprobs import Scored, score_tokens
 from groupwise.models.packing import PackedTokens
 
-__all__ = ["ModuleScorer", "Padded"]
+__all__ = ["ModuleScorer", "Padded", "of_text"]
 
 _TRIED_TOKENS = 4
 """Tokens of the first batch by which it is tested whether logits are what the output head gives."""
@@ -42,7 +42,7 @@ class ModuleScorer:
     def __init__(self, model: Any, *, trainable: bool = True) -> None:
         self.module = model
         self.device: torch.device = next(model.parameters()).device
-        learnt = _of_text(model) if trainable else set()
+        learnt = of_text(model) if trainable else set()
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in learnt)
         # With a padding index, torch drops that row's gradient; the pad token is often the end of a turn, and then stands in prompts.
@@ -128,7 +128,7 @@ class ModuleScorer:
             part.training = learning and bool(getattr(part, "gradient_checkpointing", False))
 
 
-def _of_text(model: Any) -> set[nn.Parameter]:
+def of_text(model: Any) -> set[nn.Parameter]:
     """The parameters that text is computed with. The others of a model that sees images too never have a gradient, and would take masters
     and moments all the same."""
     if model.config.get_text_config() is model.config:

@@ -45,7 +45,7 @@ from groupwise.models.load import (
     load_tokenizer,
     resolve_device,
 )
-from groupwise.models.module_scorer import ModuleScorer
+from groupwise.models.module_scorer import ModuleScorer, of_text
 from groupwise.models.quantised import multiply_dequantised, quantised_layers
 from groupwise.models.scorer import Scorer, attention_note, make_scorer
 from groupwise.training.optimizer import MasterAdamW
@@ -55,7 +55,7 @@ from groupwise.trl.config import MORE_LOSSES, ArgumentError, GRPOConfig
 from groupwise.trl.episodes import ScriptEpisodes
 
 __all__ = [
-    "GivenOptimizer", "check_division", "check_launch", "correction", "make_parts", "make_policy", "make_scheduler",
+    "GivenOptimizer", "check_division", "check_frozen", "check_launch", "correction", "make_parts", "make_policy", "make_scheduler",
     "model_config", "objective", "seed_everything", "to_config",
 ]  # fmt: skip
 
@@ -420,6 +420,29 @@ def make_policy(
             if "lora_dropout" in name and isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
     return policy, config
+
+
+def check_frozen(model: Any, given: torch.optim.Optimizer | None) -> None:
+    """Raise ArgumentError where a script has frozen part of what would be trained of its ``model``: what text is computed with, and its own
+    optimiser ``given`` holds, if there is one.
+
+    A trainer before this one, which took over all weights, has frozen all of them. Some classes freeze parameters of their own.
+    """
+    held = of_text(model)
+    if given is not None:
+        held &= {p for group in given.param_groups for p in group["params"]}
+    trained = {name: p for name, p in model.named_parameters() if p in held}
+    frozen = [name for name, p in trained.items() if not p.requires_grad]
+    if not frozen or len(frozen) == len(trained):
+        return
+    with torch.device("meta"):
+        of_class = {name for name, p in type(model)(model.config).named_parameters() if not p.requires_grad}
+    if frozen := [name for name in frozen if name not in of_class]:
+        raise ArgumentError(
+            f"{len(frozen)} of the parameters that would be trained are frozen (requires_grad=False), such as {frozen[0]}: pass "
+            "optimizers=(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.learning_rate), None), or call "
+            "model.requires_grad_(True) to train all"
+        )
 
 
 def make_parts(

@@ -25,7 +25,7 @@ from groupwise.config.schema import ModelConfig
 from groupwise.distributed import join_world
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.metrics import Mean, Metric
-from groupwise.models.adapters import load_adapter
+from groupwise.models.adapters import is_adapted, load_adapter
 from groupwise.models.load import Policy, load_policy
 from groupwise.rollout import rollout_settings
 from groupwise.streams import tolerate_broken_pipe
@@ -42,6 +42,7 @@ from groupwise.trl.outputs import Callback, CompletionLog, Outputs, callback_han
 from groupwise.trl.parts import (
     GivenOptimizer,
     check_division,
+    check_frozen,
     check_launch,
     correction,
     make_parts,
@@ -241,6 +242,8 @@ class GRPOTrainer(Outputs):
         self.policy, model_config = make_policy(model, args, tokenizer, peft_config, quantization_config, load)
         if checkpoint is not None and peft_config is not None:
             load_adapter(self.policy.model, checkpoint)
+        if not (isinstance(model, str) or is_adapted(self.policy.model)):
+            check_frozen(model, given)
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
         self.config = to_config(args, model_config, self._correction)
         settings = rollout_settings(self.config.rollout)
