@@ -5,8 +5,9 @@ the library's module is re-pointed at views of them. So the module, the sampler 
 step is seen by all three at once, and saving the module saves what was trained. Parity tests hold the decoder equal to the module.
 
 ``MergedDecoder`` is the same over a frozen base, quantised or not, with or without an adapter: its weights are merged a layer at a time.
-What is sampled and what is learnt go through the same merged weights, so the two agree to the last bit of rounding, and no second copy of
-the base is kept for either. The reference is the same decoder with the adapter switched off.
+What is sampled and what is learnt go through the same merged weights, so the two agree to the last bit of rounding. Learning keeps no
+second copy of the base; the sampler has the merged weights of all layers while it samples. The reference is the same decoder with the
+adapter switched off.
 
 Axes: R packed rows, D model width, H query heads, K key-value heads, E head width, F feed-forward width, V vocabulary.
 """
