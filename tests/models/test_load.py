@@ -476,7 +476,12 @@ def test_longrope_is_written_as_4_wants_it_and_5_reads_it_as_it_was(tmp_path: Pa
     """4.57 refuses more than three fields, and 5 takes them in place of ``rope_parameters``."""
     factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
     rope = {"rope_type": "longrope", "rope_theta": 20_000.0, "partial_rotary_factor": 0.75, **factors}
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+    }
     text = {"model_type": "phi3", "rope_parameters": {**rope, "original_max_position_embeddings": 4096}, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(text))
     make_readable_by_4(tmp_path)

@@ -158,7 +158,9 @@ def _weight_files(folder: Path) -> list[Path]:
 def _check_weights(file: Path) -> None:
     with file.open("rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
-            raise ModelError(f"the weights file {file} is a Git LFS pointer, without the weights: copy or download the file itself")
+            raise ModelError(
+                f"the weights file {file} is a Git LFS pointer, without the weights: copy or download the file itself"
+            )
     if file.suffix == ".safetensors":
         _check_safetensors(file)
 
@@ -209,7 +211,10 @@ def _rewrite_config(config: dict[str, Any]) -> None:
             config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
             if kind in ("phi3", "phi4_multimodal") and not {"factor", "attention_factor"} & rope.keys():
                 # 4.57 takes three fields and no more. Both read the others from beside them.
-                config["rope_scaling"] = {"type": rope["rope_type"], **{key: rope[key] for key in ("short_factor", "long_factor")}}
+                config["rope_scaling"] = {
+                    "type": rope["rope_type"],
+                    **{key: rope[key] for key in ("short_factor", "long_factor")},
+                }
 
 
 def _rewrite_tokenizer_config(config: dict[str, Any]) -> None:
