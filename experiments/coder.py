@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGUFReader
@@ -67,7 +68,7 @@ def convert(file: Path, out: Path) -> None:
     config.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     tokenizer.save_pretrained(out)
-    ends = tokenizer.convert_tokens_to_ids(CHAT_ENDS)
+    ends: Any = tokenizer.convert_tokens_to_ids(CHAT_ENDS)
     GenerationConfig(eos_token_id=ends, pad_token_id=ends[-1]).save_pretrained(out)
 
 

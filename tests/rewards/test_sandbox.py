@@ -528,7 +528,7 @@ def test_where_the_kernel_forbids_it_one_sentence_says_so(walled):
 
 
 def test_a_refusal_comes_before_the_run_with_its_remedy(project, monkeypatch):
-    monkeypatch.setattr(sandbox, "refusal", lambda: "the kernel said no")
+    monkeypatch.setattr("groupwise.rewards.load.refusal", lambda: "the kernel said no")
     entry = RewardFunctionConfig(function=f"{project}/mine.py:run", isolate="sandbox")
     with pytest.raises(RewardError, match="isolate=sandbox, but this machine does not allow that: the kernel said no; run where"):
         RewardSuite.from_config(RewardsConfig(functions=[entry]), "xml")

@@ -534,7 +534,7 @@ def _explained(config: ModelConfig, what: str) -> Iterator[None]:
     """Turn whatever transformers and the Hub client raise while loading into one sentence."""
     try:
         yield
-    except ModelError:
+    except (ModelError, MemoryError):  # the second is explained where memory is
         raise
     except Exception as error:  # damaged files: errors of several packages, some of no class but this one
         raise ModelError(_explanation(config, what, error)) from error

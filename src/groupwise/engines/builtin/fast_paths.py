@@ -37,7 +37,6 @@ from groupwise.engines.builtin.chunked_prefill import PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import takes_native
-from groupwise.importing import in_one_line
 from groupwise.memory import ran_out_on_device, reclaim_memory
 from groupwise.models import attention, logprobs, merging, ops, varlen_attention
 from groupwise.models.decoder import Decoder, why_unsupported
@@ -272,7 +271,7 @@ def choose(path: FastPath, decoder: Decoder) -> tuple[Choice, bool]:
     except Exception as error:  # whatever a kernel does on hardware that it has not met
         path.switch(False)
         short = ran_out_on_device(error)
-        why = f"it failed ({in_one_line(error, 160)})"
+        why = f"it failed ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]})"
         choice, lasting = Choice(path.name, False, False, why, tuple(measured)), not short
         if short:
             reclaim_memory()
