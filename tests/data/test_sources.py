@@ -394,7 +394,9 @@ def test_hub_names_reach_the_hub_client(monkeypatch: pytest.MonkeyPatch) -> None
     load_problems(config("someone/else", subset="hard", split="test"))
     polaris = "POLARIS-Project/Polaris-Dataset-53K"
     assert asked == [("openai/gsm8k", "main", "train"), (polaris, None, "train"), ("someone/else", "hard", "test")]
-    with pytest.raises(DataError, match=r"'someone/missing' is no local file.*ConnectionError: no network and more\): check the name"):
+    with pytest.raises(
+        DataError, match=r"'someone/missing' is no local file.*ConnectionError: no network and more\): check the name"
+    ):
         load_problems(config("someone/missing"))
 
 

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from experiments import coder
 
-WIDTH, INNER, VOCABULARY = 8, 16, ["a", "b", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+WIDTH, INNER, VOCABULARY = 8, 16, ["a", "b", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "aba"]
 SHAPES = {
-    "token_embd.weight": (6, WIDTH), "output.weight": (6, WIDTH), "output_norm.weight": (WIDTH,), "blk.0.attn_norm.weight": (WIDTH,),
+    "token_embd.weight": (7, WIDTH), "output.weight": (7, WIDTH), "output_norm.weight": (WIDTH,), "blk.0.attn_norm.weight": (WIDTH,),
     "blk.0.ffn_norm.weight": (WIDTH,), "blk.0.attn_q.weight": (WIDTH, WIDTH), "blk.0.attn_q.bias": (WIDTH,),
     "blk.0.attn_k.weight": (4, WIDTH), "blk.0.attn_k.bias": (4,), "blk.0.attn_v.weight": (4, WIDTH), "blk.0.attn_v.bias": (4,),
     "blk.0.attn_output.weight": (WIDTH, WIDTH), "blk.0.ffn_gate.weight": (INNER, WIDTH), "blk.0.ffn_up.weight": (INNER, WIDTH),
@@ -36,8 +36,8 @@ def write(file):
     out.add_layer_norm_rms_eps(1e-6)
     out.add_tokenizer_model("gpt2")
     out.add_token_list(VOCABULARY)
-    out.add_token_types([1, 1, 1, 3, 3, 3])
-    out.add_token_merges(["a b"])
+    out.add_token_types([1, 1, 1, 3, 3, 3, 1])
+    out.add_token_merges(["a b", "ab a"])  # transformers reads a list of one as its element
     out.add_eos_token_id(5)
     for name, weight in weights.items():
         out.add_tensor(name, weight)
@@ -61,6 +61,6 @@ def test_a_folder_has_the_file_s_weights_tied_and_ends_with_the_chat_s_tokens(tm
     ):  # fmt: skip
         assert torch.equal(found[f"{name}.weight"], torch.from_numpy(weights[f"{theirs}.weight"]).to(torch.bfloat16))
     config = json.loads((out / "config.json").read_text())
-    assert (config["tie_word_embeddings"], config["num_key_value_heads"], config["vocab_size"]) == (True, 1, 6)
+    assert (config["tie_word_embeddings"], config["num_key_value_heads"], config["vocab_size"]) == (True, 1, 7)
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [5, 3]
     assert AutoTokenizer.from_pretrained(out)("ab")["input_ids"] == [2]

@@ -223,11 +223,14 @@ def test_an_adapter_whose_weights_find_no_place_is_refused(tiny_llama, tmp_path:
 
 
 def test_an_adapter_that_transformers_put_into_the_model_is_never_left_out_in_silence(tiny_llama, tmp_path: Path, monkeypatch):
-    model, config = tiny_llama(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    model.add_adapter(config)
+    def config():
+        return peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+
+    model = tiny_llama()
+    model.add_adapter(config())
     assert why_unsupported(model) == "adapters or quantised layers"
     folder = write_tiny_llama(tmp_path)
-    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(folder)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config()).save_pretrained(folder)
     named = ModelConfig(name=str(folder), device="cpu", dtype="float32")
     with pytest.raises(ModelError, match=r"holds an adapter \(adapter_config\.json\) beside its weights"):
         load_policy(named)

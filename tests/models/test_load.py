@@ -511,6 +511,7 @@ def test_rotary_settings_are_written_under_the_names_that_4_has_for_them(tmp_pat
     assert (written["global_rope_theta"], written["local_rope_theta"]) == (160_000, 10_000)
 
 
+@pytest.mark.slow
 def test_what_is_written_for_4_changes_rotary_settings_of_no_type_in_5(tmp_path: Path) -> None:
     """Types that are newer than 4.57 have settings of another form, which a ``rope_scaling`` beside them would replace."""
     compared = 0

@@ -31,9 +31,9 @@ def is_folder_name(name: str) -> bool:
     return Path(name).expanduser().exists() or re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is None
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, *, takes_adapters: bool = False) -> None:
     """Raise ModelError where ``folder`` lacks a config, weights, a shard that its index names, or a tokenizer, where an adapter lies beside
-    its weights, or where a safetensors file is cut short. Reads headers only."""
+    its weights (unless who loads it ``takes_adapters`` too), or where a safetensors file is cut short. Reads headers only."""
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise ModelError(f"the model folder {folder} {what}: name a folder with config.json and weights, or a Hub name")
@@ -51,7 +51,7 @@ def check_folder(folder: Path) -> None:
             f"the model folder {folder} has no weights (model.safetensors or pytorch_model.bin, or an index of such files): "
             "copy or download them there"
         )
-    if (folder / "adapter_config.json").is_file():
+    if not takes_adapters and (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"the model folder {folder} holds an adapter (adapter_config.json) beside its weights, and would be used without it: move the "
             "adapter's files to a folder of their own and name that, or remove them where it is merged into the weights"

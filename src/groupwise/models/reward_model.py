@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def check_classifier(config: RewardModelConfig) -> Any:
     with _as_reward_model(config):
         resolve_device(config.device)
         if is_folder_name(config.name):
-            check_folder(Path(config.name).expanduser())
+            # transformers puts an adapter on by itself, where peft is there
+            check_folder(Path(config.name).expanduser(), takes_adapters=find_spec("peft") is not None)
             if config.revision not in (None, "main"):  # as for the policy
                 raise ModelError(
                     f"its revision is {config.revision!r}, but a folder has no revisions: remove it, or name a model of the Hub"
