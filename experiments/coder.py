@@ -66,7 +66,7 @@ def convert(file: Path, out: Path) -> None:
     config = AutoConfig.from_pretrained(**where)
     config.update({"tie_word_embeddings": True, "architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"})
     config.save_pretrained(out)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer = AutoTokenizer.from_pretrained(**where, eos_token=CHAT_ENDS[0])
     tokenizer.save_pretrained(out)
     ends: Any = tokenizer.convert_tokens_to_ids(CHAT_ENDS)
     GenerationConfig(eos_token_id=ends, pad_token_id=ends[-1]).save_pretrained(out)
