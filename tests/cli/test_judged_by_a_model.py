@@ -81,7 +81,7 @@ def test_a_template_that_refuses_the_system_prompt_is_found_in_a_dry_run(groupwi
     words = ["train", file(system="xml"), *small, f"rewards.functions[0].model.name={strict}", "--dry-run"]
     result = groupwise(*words)
     assert result.exit_code == 2
-    assert "(no system): set its show_system_prompt: false, or form: text" in result.stderr
+    assert "no system): set its show_system_prompt: false, or form: text" in result.stderr
     assert groupwise(*words, "rewards.functions[0].model.show_system_prompt=false").exit_code == 0
 
 

@@ -720,9 +720,9 @@ def test_a_failed_program_follows_on_error(tmp_path, agent, on_error):
     config = run_config(
         tmp_path, agent(program), rewards={"functions": [{"function": "length"}], "on_error": on_error},
         rollout={
-            "environment": {"command": agent(program)}, "max_completion_tokens": 60, "prompts_per_step": 4,
+            "environment": {"command": agent(program)}, "max_completion_tokens": 400, "prompts_per_step": 4,
             "completions_per_prompt": 2,
-        },
+        },  # one that the limit ended would be no failure
         data={"source": str(tmp_path / "four.jsonl"), "holdout": 0}, training={"steps": 1},
     )  # fmt: skip
     reports: list[Any] = []

@@ -58,11 +58,8 @@ def test_reward_rises_where_letters_are_asked_for(small_config, quiet, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sections", [{"model": {"lora": {"rank": 4, "alpha": 8}}}, {"rollout": {"ahead": 1}}], ids=["an adapter", "a step ahead"]
-)
-def test_reward_rises_in_other_ways_of_running_too(small_config, quiet, tmp_path, sections):
-    seen = run(small_config, quiet, tmp_path / "run", letters, 40, optimizer={"learning_rate": 1e-2}, **sections)
+def test_reward_rises_a_step_ahead_too(small_config, quiet, tmp_path):
+    seen = run(small_config, quiet, tmp_path / "run", letters, 40, optimizer={"learning_rate": 1e-2}, rollout={"ahead": 1})
     assert mean(seen[:3], "reward/mean") < 0.2
     assert mean(seen[-5:], "reward/mean") > 0.8
 
