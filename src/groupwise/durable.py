@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["put_back", "put_back_all", "sync", "sync_folder", "sync_tree", "write_bytes", "write_parts"]
+__all__ = ["put_back", "put_back_all", "sync", "sync_folder", "sync_tree", "write_bytes"]
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> None:
@@ -18,11 +18,6 @@ def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> None:
     Raises:
         OSError: the disk is full, the folder is read-only or missing; ``path`` is then what it was before.
     """
-    write_parts(path, [content])
-
-
-def write_parts(path: Path, parts: Iterable[bytes]) -> None:
-    """``write_bytes`` of all parts, one after the other."""
     path = Path(os.path.realpath(path))
     # The name's end alone, so that a name as long as a file's may be is not too long with what is added.
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name[-48:]}.", suffix=".part", dir=path.parent)

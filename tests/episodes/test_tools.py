@@ -19,6 +19,7 @@ from groupwise.episodes.formats import FORMATS, Asked, Tags
 from groupwise.episodes.tools import LONGEST_RESULT, Tool, Toolbox, as_text, calculator, describe, load_tools
 from groupwise.errors import ConfigError
 from groupwise.rewards.programs import Programs
+from groupwise.rewards.sandbox import refusal
 from groupwise.tracking.files import json_line
 from groupwise.types import ToolCall, Turn
 from tests.waiting import LONG_S

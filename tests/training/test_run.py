@@ -8,6 +8,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from groupwise.config import load_config
+from groupwise.config.presets import PRESETS
 from groupwise.config.schema import Config
 from groupwise.doctor.findings import groups_of
 from groupwise.errors import ConfigError, RewardError, TrainingError

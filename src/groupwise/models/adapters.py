@@ -153,7 +153,6 @@ def load_trained(policy: Any, folder: Path) -> Any:
     except (
         EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, UserWarning, ValueError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"the adapter in {folder} does not fit {policy.name} ({in_one_line(error)}): name its own base with --base"
         ) from error

@@ -21,7 +21,8 @@ from typing import Any, get_args
 import yaml
 
 from groupwise.config import Config, build_known
-from groupwise.config.load import plain_yaml, recipes, remember_style
+from groupwise.config.dialect import plain_yaml
+from groupwise.config.load import recipes, remember_style
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
