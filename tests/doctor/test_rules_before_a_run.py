@@ -2,9 +2,9 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from transformers import PretrainedConfig
 
 from groupwise.config import load_config, recipes
 from groupwise.config.combinations import notes
@@ -42,7 +42,7 @@ def prepared(qwen_tokenizer):
         problems = load_problems(config.data.model_copy(update={"limit": 50, "holdout": 20}))
         suite = RewardSuite.from_config(config.rewards, style, rewards)
         prompts = [render(problem, tokenizer, config.prompt, system) for problem in problems.train]
-        hf_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id)
+        hf_config = PretrainedConfig(eos_token_id=tokenizer.eos_token_id)
         return Prepared(config, problems, prompts, [], suite, tokenizer, style, system, hf_config, None, 1000)
 
     return make
