@@ -4,14 +4,13 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := .venv-extras
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
 USER_STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev quickstart test test-all test-extras test-gpu first-light first-light-bundle lint format soak docs wheel clean
+.PHONY: help install dev quickstart test test-all test-gpu first-light first-light-bundle lint format soak docs wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,15 +49,6 @@ test: dev  ## the fast tests, in two processes of one thread each (WORKERS=N for
 
 test-all: dev  ## the fast and the slow tests, as .ci/run does
 	$(PYTEST)
-
-$(EXTRAS)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(EXTRAS)
-	$(EXTRAS)/bin/python -m pip install --constraint constraints.txt \
-		--editable '.[bench,deepspeed,openenv,tensorboard,trackio,wandb,dev]'
-	@touch $@
-
-test-extras: $(EXTRAS)/.installed  ## the fast and the slow tests with the packages that .venv lacks, such as TRL and DeepSpeed
-	$(subst $(BIN),$(EXTRAS)/bin,$(PYTEST))
 
 test-gpu: dev  ## the tests that need a CUDA GPU; every other test takes the CPU, on every machine
 	$(BIN)/python -m pytest --timeout 300 -m gpu

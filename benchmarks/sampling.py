@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from benchmarks.common import Result, finish, median, parser, print_table, quotient
-from benchmarks.workers import Worker, WorkerDied
+from benchmarks.workers import REST_S, Worker, WorkerDied
 from groupwise.config.schema import ModelConfig
 from groupwise.models.devices import with_dtype
 from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> Result:
         for worker in workers.values():
             worker.close()
     versions = {"vllm": workers["vllm"].hello["version"]} if "vllm" in workers else {}
-    own = [side for side in workers if side in ("ours", "8 bits")]
+    own = {side: name for side, name in (("ours", "groupwise"), ("8 bits", "in 8 bits")) if side in workers}
     others = [side for side in workers if side not in own]
     ratios = {
         count: {side: {other: quotient(sides[side], sides[other]) for other in others} for side in own}
@@ -64,8 +64,11 @@ def run(args: argparse.Namespace) -> Result:
         ]
         for count, sides in table.items()
     ]
-    names = ["groupwise", "in 8 bits"][: len(own)]
-    columns = ["sequences", *names, *(x for other in others for x in (other, *(f"{name} / {other}" for name in names)))]
+    columns = [
+        "sequences",
+        *own.values(),
+        *(x for other in others for x in (other, *(f"{name} / {other}" for name in own.values()))),
+    ]
     print_table("Sampling, tokens/s, medians", columns, rows)
     headline = table.get(_HEADLINE) or table[max(table)]
     theirs = headline.get("transformers")
@@ -104,10 +107,6 @@ def _start(args: argparse.Namespace, model: str) -> dict[str, Worker]:
     return workers
 
 
-_REST_S = 5.0
-"""vLLM's worker goes on asking for work for two seconds after an answer, on one of the cores."""
-
-
 def _measure(workers: dict[str, Worker], count: int, group: int, repeats: int) -> dict[str, float]:
     """Median tokens/s of every side for ``count`` sequences, ``group`` of them of one prompt. Each repeat has its own seed, and so its own
     lengths."""
@@ -126,7 +125,7 @@ def _measure(workers: dict[str, Worker], count: int, group: int, repeats: int) -
                 continue
             answers[side] = worker.ask(prompts=ours["prompts"], lengths=ours["lengths"])
             if side == "vllm":
-                time.sleep(_REST_S)
+                time.sleep(REST_S)
             assert sum(answers[side]["lengths"]) == tokens, f"{side} sampled other lengths than it was told"
         if repeat >= 0:
             for side, answer in answers.items():

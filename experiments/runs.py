@@ -139,7 +139,7 @@ COMMON = ("evaluation.modes=[sampled]", "evaluation.at_start=false", "evaluation
           "training.micro_batch_tokens=4096")  # fmt: skip
 """Settings of all runs. The size of micro-batches changes memory, not the gradient."""
 REWARDED_BY_TWO = ("quickstart", "gsm8k-1.5b-cpu")
-"""Recipes with other rewards now than when the runs on the pages were made: later runs stand beside those."""
+"""Recipes with other rewards now than when the runs on the pages were made: later runs have those too."""
 
 
 def settings_of(recipe: str) -> tuple[str, ...]:
@@ -276,12 +276,13 @@ def carry_out(job: Job) -> None:
         module, _, function = job.before.partition(":")
         getattr(importlib.import_module(module), function)()
     config = load_config(job.recipe, [*job.settings, *([f"training.threads={threads}"] if threads else [])])
-    scratch, conditions = Path(job.result).with_suffix(".run"), Path(job.result).with_suffix(".begun")
-    text = json.dumps(job.conditions)
-    resume = config.output.checkpoint_every > 0 and conditions.exists() and conditions.read_text(encoding="utf-8") == text
+    scratch, begun_by = Path(job.result).with_suffix(".run"), Path(job.result).with_suffix(".begun")
+    conditions = job.conditions  # of now: the recipe may be edited while the run goes on
+    text = json.dumps(conditions)
+    resume = config.output.checkpoint_every > 0 and begun_by.exists() and begun_by.read_text(encoding="utf-8") == text
     if not resume:
         shutil.rmtree(scratch, ignore_errors=True)  # what a run that was stopped may have left
-        conditions.write_text(text, encoding="utf-8")
+        begun_by.write_text(text, encoding="utf-8")
     # Unchecked: some experiments make mistakes on purpose.
     outcome = train(config, recipe=job.name, run_folder=scratch, console=Console(width=100), check=False, resume=resume)
     logged = scratch / "metrics.jsonl"  # a warm start alone has none
@@ -289,7 +290,7 @@ def carry_out(job: Job) -> None:
     summary = outcome.summary
     found = {
         "name": job.name,
-        **job.conditions,
+        **conditions,
         "curves": {key: _rounded([row.get(key) for row in metrics]) for key in CURVES if any(key in row for row in metrics)},
         "evaluations": [
             _judged(row, config.training.steps) for row in (*summary["training_evaluations"], *summary["evaluations"])
@@ -304,7 +305,7 @@ def carry_out(job: Job) -> None:
     aside.write_text(json.dumps(found, indent=1), encoding="utf-8")
     aside.rename(job.result)
     shutil.rmtree(scratch)
-    conditions.unlink()
+    begun_by.unlink()
 
 
 def _rounded(numbers: Sequence[float | None]) -> list[float | None]:

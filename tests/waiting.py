@@ -6,7 +6,7 @@ import time
 import timeit
 from collections.abc import Callable
 
-__all__ = ["LONG_S", "comes", "quickest_s"]
+__all__ = ["LONG_S", "comes", "takes_linear_time"]
 
 LONG_S = 120.0
 """Far more than anything here takes, however busy the machine is."""
@@ -20,6 +20,7 @@ def comes(condition: Callable[[], object]) -> bool:
     return bool(found)
 
 
-def quickest_s(work: Callable[[], object]) -> float:
-    """Seconds of this thread's own time that ``work`` takes, the least of three tries."""
-    return min(timeit.repeat(work, timer=time.thread_time, number=1, repeat=3))
+def takes_linear_time(work: Callable[[int], object]) -> bool:
+    """Whether eight times as much takes ``work`` some eight times as long, of this thread's own time; in quadratic time it is 64 times."""
+    short, long = (min(timeit.repeat(lambda n=n: work(n), timer=time.thread_time, number=1, repeat=3)) for n in (5_000, 40_000))
+    return long < 24 * short + 0.05

@@ -172,6 +172,10 @@ def test_sampling(run: Any, tiny_folder: Path, group: str, more: list[str]) -> N
     assert speeds.keys() == {"1", "3"}
     assert all(side > 0 for sides in speeds.values() for side in (sides["ours"], sides["transformers"]))
     assert result["ratio"] == pytest.approx(speeds["3"]["ours"] / speeds["3"]["transformers"], rel=1e-3)
+    for count, own in result["details"]["ratios"].items():
+        assert own.keys() == ({"ours", "8 bits"} if more else {"ours"})
+        for side, ratios in own.items():
+            assert ratios == {"transformers": pytest.approx(speeds[count][side] / speeds[count]["transformers"], rel=1e-3)}
 
 
 @pytest.mark.slow

@@ -51,7 +51,6 @@ def write(file):
 def test_a_folder_has_the_file_s_weights_tied_and_ends_with_the_chat_s_tokens(tmp_path):
     weights = write(tmp_path / "tiny.gguf")
     out = tmp_path / "model"
-    out.mkdir()
     coder.convert(tmp_path / "tiny.gguf", out)
     found = load_file(out / "model.safetensors")
     assert len(found) == len(weights) - 1

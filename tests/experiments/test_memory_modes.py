@@ -1,7 +1,12 @@
 """The modes are settings that exist, and the table says what the numbers say."""
 
+import json
+
+import pytest
+
+from experiments import memory_modes
 from experiments.common import PAGE, read_block, read_numbers
-from experiments.memory_modes import MODES, NAME, report, settings_of
+from experiments.memory_modes import MODES, NAME, carry_out, report, settings_of
 from groupwise import load_config
 
 
@@ -17,6 +22,19 @@ def test_all_modes_have_the_rewards_of_the_runs_on_the_page():
     for mode in MODES:
         rewards = load_config("quickstart", settings_of(mode, 5, 20, 1024)).rewards.functions
         assert [one.function for one in rewards] == ["correctness", "format"]
+
+
+def test_a_run_is_kept_as_long_as_its_recipe_is_the_same(tmp_path, monkeypatch):
+    def started(*words, **named):
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(memory_modes.subprocess, "run", started)
+    monkeypatch.setattr(memory_modes, "config_hash", lambda recipe: "a")
+    (tmp_path / "full.json").write_text(json.dumps({"settings": ["x=1"], "config": "a", "name": "full"}))
+    assert carry_out(MODES[0], ["x=1"], tmp_path)["name"] == "full"
+    monkeypatch.setattr(memory_modes, "config_hash", lambda recipe: "b")
+    with pytest.raises(AssertionError, match="a run was started"):
+        carry_out(MODES[0], ["x=1"], tmp_path)
 
 
 def test_the_table_has_what_was_measured():

@@ -309,8 +309,8 @@ def _note_on_missing_kernels(config: Config) -> str | None:
     if resolve_device(config.model.device).type != "cpu" or not is_first_process() or not (native := kernels()).failed:
         return None
     return (
-        f"native kernels: {native.description}. PyTorch's operations take their place, and on a CPU sampling takes up to 1.5 times and "
-        "learning 1.2 times as long; a C compiler (Debian and Ubuntu: apt install gcc) makes them."
+        f"native kernels: {native.description}. PyTorch's operations take their place, with which sampling and learning on a CPU take "
+        "longer: a C compiler makes the kernels (Debian and Ubuntu: apt install gcc)."
     )
 
 
