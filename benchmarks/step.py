@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> Result:
             for side, module in sides.items():
                 workers[side] = Worker(module, settings, threads=args.threads, keep_memory=args.malloc == "keep")
             measured = {regime: _take_turns(workers, args.pairs, regime == "forced") for regime in args.regimes}
-            floors = {regime: _floor(workers["ours"], sides["ours"][-1]) for regime, sides in measured.items()}
+            floors = {regime: _floor(workers["ours"], sides["ours"]) for regime, sides in measured.items()}
         finally:
             for worker in workers.values():
                 worker.close()
@@ -172,10 +172,13 @@ def _take_turns(workers: dict[str, Worker], pairs: int, forced: bool) -> dict[st
     return steps
 
 
-def _floor(worker: Worker, step: dict[str, Any]) -> dict[str, Any]:
-    """The matrix products of one of our steps, alone."""
+def _floor(worker: Worker, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The matrix products of the step of ours in the middle, alone, and their shares of that very step: lengths differ by step."""
+    step = sorted(steps, key=itemgetter("total"))[len(steps) // 2]
     phases = worker.ask(prompt_lengths=step["prompt_lengths"], lengths=step["lengths"])
-    return {"step_s": sum(phases.values()), "phases_s": phases}
+    whole = sum(phases.values())
+    shares = {name: took and phases[name] / took for name, took in step["phases"].items() if name in phases}
+    return {"step_s": whole, "phases_s": phases, "share": whole / step["total"], "shares": shares}
 
 
 def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -204,10 +207,9 @@ def _print(regime: str, by_side: dict[str, dict[str, Any]]) -> None:
         compared = None if "tokens" in label or "rest" in label else quotient(other, pick(ours))
         rows.append([label, float(pick(ours)), other, compared])
     floor = by_side["floor"]
-    share = {name: ours["phases_s"][name] and floor["phases_s"][name] / ours["phases_s"][name] for name in floor["phases_s"]}
     print(
-        f"Matrix products alone: {floor['step_s']:.3g} s, {100 * floor['step_s'] / ours['step_s']:.0f}% of our step ("
-        + ", ".join(f"{name.replace('_', ' + ')} {100 * value:.0f}%" for name, value in share.items()) + ")."
+        f"Matrix products alone: {floor['step_s']:.3g} s, {100 * floor['share']:.0f}% of the step in the middle ("
+        + ", ".join(f"{name.replace('_', ' + ')} {100 * value:.0f}%" for name, value in floor["shares"].items()) + ")."
     )  # fmt: skip
     print_table(f"Workload W, {regime} lengths, medians", ("", "groupwise", "TRL", "ratio"), rows)
 

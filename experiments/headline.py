@@ -292,12 +292,13 @@ def report(numbers: Mapping[str, Any], name: str = "headline", page: Path = RESU
         steps = f"step {first['step']} to {last['step']}"
         parts.append(f"Seed {run['seed']}, {steps}, problem by problem{fewer}, in points: {said}.")
     parts.append(f"What it cost:\n\n{_costs(runs)}")
-    of_what = (
+    supposed = {
         f"{WATTS_OF_A_CARD} W for a card, its limit"
-        if all(map(_on_a_card, runs))
+        if _on_a_card(run)
         else f"{WATTS} W for two cores and their share of the machine"
-    )
-    parts.append(f"Energy is an estimate, not measured: {of_what}. {_machines(numbers)}.")
+        for run in runs
+    }
+    parts.append(f"Energy is an estimate, not measured: {', '.join(sorted(supposed))}. {_machines(numbers)}.")
     return "\n\n".join(parts)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import common, floor, gpu, learning, learning_worker, sampling
+from benchmarks import common, floor, gpu, learning, learning_worker, sampling, step
 from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
 from benchmarks.learning import difference, reached
@@ -68,6 +68,26 @@ def test_the_floor_has_the_products_that_a_step_makes(tiny_llama: Callable[..., 
     adapted = attach(model, peft_config_of(LoraConfig(rank=4)))
     assert learning_s(MergedDecoder(adapted)) == layers * (4 * 2 + 7) + 2  # beside it the head is frozen too
     assert learning_s(Decoder(tiny_llama())) == layers * 4 * 3 + 3
+
+
+def test_products_are_held_against_the_step_that_has_them() -> None:
+    """Steps on natural lengths differ: the products of one step over another's seconds would say nothing."""
+
+    class Products:
+        def ask(self, prompt_lengths: list[int], lengths: list[list[int]]) -> dict[str, float]:
+            return {"sampling": 0.5 * lengths[0][0]}
+
+    steps = [
+        {
+            "total": float(tokens),
+            "phases": {"sampling": 0.8 * tokens, "rest": 0.2 * tokens},
+            "prompt_lengths": [3],
+            "lengths": [[tokens]],
+        }
+        for tokens in (10, 100, 12)
+    ]
+    found = step._floor(cast(Worker, Products()), steps)
+    assert (found["step_s"], found["share"], found["shares"]) == (6.0, 0.5, {"sampling": pytest.approx(0.625)})
 
 
 def test_generate_stops_each_sequence_where_told(tiny_llama: Callable[..., Any]) -> None:

@@ -111,6 +111,8 @@ def test_numbers_of_a_run_and_of_the_whole_split(run, tmp_path, capsys):
     on_a_card = headline.report({**numbers, "runs": [{**one, "machine": card}]})
     assert "700 W for a card, its limit. NVIDIA H200, 16 cores" in on_a_card
     assert "| 0.033 | - | 11.0 GiB | 0.02 kWh |" in on_a_card
+    on_both = headline.report({**numbers, "runs": [one, {**one, "machine": card}]})
+    assert "not measured: 30 W for two cores and their share of the machine, 700 W for a card, its limit." in on_both
     assert (tmp_path / "headline.svg").read_bytes().count(b"seed 3") == 3
     drawn = (tmp_path / "headline.svg").read_bytes()
     headline.main(["--redraw", "--out", str(tmp_path)])
