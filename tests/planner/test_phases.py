@@ -49,6 +49,31 @@ def test_problems_are_judged_beside_a_checkpoint_that_was_brought_together():
     assert often["checkpoint"] - never["checkpoint"] == pytest.approx(often["evaluation"] - often["sampling"], abs=2)
 
 
+@pytest.mark.parametrize("adapter", [[], [LORA]], ids=["whole", "adapter"])
+@pytest.mark.parametrize("refills", [0, 1])
+def test_a_batch_that_is_sampled_ahead_is_counted_where_it_is_there(adapter, refills):
+    """One thread samples ahead, a batch at a time. Problems are judged, and groups replaced, by the run's own engine meanwhile."""
+    words = ["output.checkpoint_every=5", "evaluation.every=5", f"rollout.refill_rounds={refills}", *adapter]
+    in_turn, ahead = setup(*words), setup(*words, "rollout.ahead=1")
+    copies = 4 * ahead.trained if adapter else 2 * ahead.shape.parameters
+    once = beside_state(ahead, sampling(ahead))
+    grown = {name: size - sizes(in_turn)[name] - copies for name, size in sizes(ahead).items() if name in sizes(in_turn)}
+    for name in ("evaluation", "learning", "optimiser step"):
+        assert grown[name] == pytest.approx(once, abs=2), name
+    for name in ("sampling", "checkpoint"):
+        assert grown[name] == pytest.approx(once if refills else 0, abs=2), name
+    for phase in phases(ahead):
+        assert len({item.name for item in phase.items}) == len(phase.items), "the table has a row for each name"
+
+
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
+def test_copies_to_sample_ahead_are_of_the_adapter_alone(engine):
+    for steps in (1, 2):
+        made = setup(LORA, f"rollout.engine={engine}", f"rollout.ahead={steps}")
+        (copies,) = [i.bytes for p in phases(made) if p.name == "learning" for i in p.items if i.name == "samplers' weights"]
+        assert copies == steps * 4 * made.trained
+
+
 @pytest.mark.parametrize("sharding", ["zero2", "zero3", "fsdp2"])
 def test_the_first_machine_s_memory_holds_a_whole_checkpoint_of_a_divided_run(sharding):
     """Masters and both moments in fp32, the weights and a reference in bf16: 16 bytes a weight, which a GPU's plan does not count."""

@@ -188,6 +188,17 @@ def test_a_smaller_budget_is_found_where_it_is_enough():
     assert first.fits
 
 
+def test_fewer_sequences_are_named_where_the_cache_beside_the_passes_is_too_large():
+    """Sampling ahead: sampling alone fits with more of them."""
+    settings = ["rollout.ahead=1", "rollout.prompts_per_step=32", "rollout.max_completion_tokens=1024", "evaluation.every=0"]
+    roomy = make_plan(load_config("gsm8k-0.5b", settings), HARDWARE["h200"])
+    few = peak_bytes(roomy.setup.changed(rollout__max_concurrent_sequences=8))
+    limit = int(few / 0.95) + 1
+    assert next(p for p in roomy.phases if p.name == "sampling").bytes < limit < roomy.peak.bytes
+    found = suggest(roomy.setup, HARDWARE["h200"], limit)
+    assert {"rollout.max_concurrent_sequences": 8} in [one.settings for one in found if one.fits and one.rank == 0]
+
+
 def test_nothing_that_fits_is_said_so():
     made = make_plan(load_config("gsm8k-7b-8gpu"), HARDWARE["l4"], limit_bytes=8 * GIB)
     assert [one.fits for one in made.suggestions] == [False]

@@ -172,14 +172,15 @@ def phases(setup: Setup) -> list[Phase]:
     """Loading, the warm start, sampling, evaluation, reference, learning, the optimiser's step, a checkpoint (which is written
     while problems are judged or the next batch is sampled) and the final model, in the steady state (the moments exist).
     ``learning`` is the fullest moment of a pass; the output head's is given beside it where it is another one."""
-    passing = {"sampling": sampling(setup)}
-    data = setup.config.data
+    sampled, data, output = sampling(setup), setup.config.data, setup.config.output
+    beside = _beside(setup, sampled) if setup.ahead else []
+    meanwhile = [] if setup.by_vllm else beside  # its one engine is waited for
+    judges = setup.config.evaluation.every > 0
+    passing = {"sampling": [*sampled, *(meanwhile if setup.config.rollout.refill_rounds else ())]}
     if data.holdout or not data.holds_out or is_prepared(data.source):
-        passing["evaluation"] = evaluation(setup)
+        passing["evaluation"] = [*evaluation(setup), *(meanwhile if judges else ())]
     if setup.parked and setup.has_reference:
-        passing["reference"] = _reference_pass(setup)
-    beside = _beside(setup, passing["sampling"]) if setup.ahead else []
-    output = setup.config.output
+        passing["reference"] = [*_reference_pass(setup), *beside]
     moments = [[*items, *beside] for items in _learning(setup)]
     fullest = max(moments, key=lambda items: sum(item.bytes for item in items))
     if fullest is not moments[0]:
@@ -189,11 +190,11 @@ def phases(setup: Setup) -> list[Phase]:
         "optimiser step": [*_all_gradients(setup), *exchange_buffers(setup), *flat_gradient(setup), *beside],
     }
     if output.checkpoint_every:
-        gathered, meanwhile = _checkpoint(setup), [passing["sampling"]]
-        if gathered and setup.config.evaluation.every and "evaluation" in passing:
-            meanwhile.append(passing["evaluation"])
-        sampled = max(meanwhile, key=lambda items: sum(item.bytes for item in items))
-        passing["checkpoint"] = [*gathered, *(sampled if output.checkpoint_in_background else ()), *beside]
+        gathered, samplers = _checkpoint(setup), [passing["sampling"]]
+        if gathered and judges and "evaluation" in passing:
+            samplers.append(passing["evaluation"])
+        alive = [beside, *(samplers if output.checkpoint_in_background else ())]
+        passing["checkpoint"] = [*gathered, *max(alive, key=lambda items: sum(item.bytes for item in items))]
     passing["final model"] = _final_model(setup)
     during = [
         _phase(name, [*state(setup, name in _LEARNING), *items, _fragmentation(setup, items)]) for name, items in passing.items()
@@ -363,7 +364,15 @@ def _pinned_share(shape: ModelShape, size: int) -> float:
 
 
 def _phase(name: str, items: list[Item]) -> Phase:
-    return Phase(name, tuple(sorted((i for i in items if i.bytes), key=lambda item: -item.bytes)))
+    """With the parts of one name added up: those of two samplings, where one is ahead."""
+    parts: dict[str, Item] = {}
+    for item in items:
+        other = parts.get(item.name, Item(item.name, 0, item.formula))
+        formula = item.formula
+        if other.bytes and item.bytes:
+            formula = f"{formula}, of both" if formula == other.formula else f"{other.formula} + {formula}"
+        parts[item.name] = Item(item.name, other.bytes + item.bytes, formula)
+    return Phase(name, tuple(sorted((i for i in parts.values() if i.bytes), key=lambda item: -item.bytes)))
 
 
 def _with_aligned_blocks(setup: Setup, learning: Phase) -> Phase:

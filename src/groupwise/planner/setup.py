@@ -254,12 +254,6 @@ class Setup:
         return self.config.rollout.ahead
 
     @property
-    def copies(self) -> int:
-        """Copies of the policy's weights, for sampling ahead. A sampler with weights of its own is one of them."""
-        own = (self.merged_bytes > 0 and self.sharding == "none") or self.by_vllm
-        return max(0, self.ahead - own)
-
-    @property
     def learns_entropy(self) -> bool:
         """Whether entropies have a gradient: for a bonus, or in a loss of the user's that may ask for them."""
         entropy = self.config.algorithm.entropy

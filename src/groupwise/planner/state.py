@@ -182,10 +182,17 @@ def state(setup: Setup, learns: bool = False) -> list[Item]:
         *_optimiser(setup),
         *_reference(setup),
         *_vllm(setup, learns),
-        Item("samplers' weights", setup.copies * setup.weight_bytes * setup.shape.parameters, "s P for each step ahead"),
+        _copies(setup),
     ]
     critic = critic_of(setup)
     return items if critic is None else [*items, *_critic(critic)]
+
+
+def _copies(setup: Setup) -> Item:
+    """Copies of the policy's weights, for sampling ahead; of an adapter's base only where it is divided. vLLM has its own."""
+    adapter = setup.adapted and not divided(setup, "weights")
+    each, formula = (4 * setup.trained, "4 A") if adapter else (setup.weight_bytes * setup.shape.parameters, "s P")
+    return Item("samplers' weights", 0 if setup.by_vllm else setup.ahead * each, f"{formula} for each step ahead")
 
 
 def gradients(setup: Setup) -> Item:

@@ -297,15 +297,16 @@ def _budget(setup: Setup, limit: int) -> int | None:
 
 
 def _concurrency(setup: Setup, limit: int) -> Iterator[dict[str, int]]:
-    """Nothing; and, where sampling is what does not fit, fewer sequences at once."""
+    """Nothing; and, where sampling is what does not fit, fewer sequences at once: so few that it does, and where it is ahead also so few
+    that the passes beside it do."""
     yield {}
-    names = {"sampling", "evaluation"}
-    if not any(p.name in names and p.bytes > limit for p in phases(setup)):
-        return
-    rows = 1 << max(1, setup.config.rollout.max_concurrent_sequences - 1).bit_length() - 1
-    while 1 <= rows < setup.config.rollout.max_concurrent_sequences:
-        fewer = {"rollout__max_concurrent_sequences": rows}
-        if all(p.bytes <= limit for p in phases(setup.changed(**fewer)) if p.name in names):
-            yield fewer
-            return
-        rows //= 2
+    beside = [{"learning", "output head", "optimiser step", "checkpoint"}] if setup.ahead else []
+    most = setup.config.rollout.max_concurrent_sequences
+    for names in ({"sampling", "evaluation"}, *beside):
+        rows, made = most, setup
+        while rows and any(p.bytes > limit for p in phases(made) if p.name in names):
+            rows = 1 << (rows - 1).bit_length() - 1 if rows > 1 else 0
+            made = setup.changed(rollout__max_concurrent_sequences=rows)
+        if 0 < rows < most:
+            yield {"rollout__max_concurrent_sequences": rows}
+            most = rows
