@@ -1,11 +1,14 @@
 """A few steps of a run beside its plan."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from groupwise.cli.plan import _fullest
 from groupwise.config import load_config
 from groupwise.models.native.build import Kernels
+from groupwise.planner.state import Item, Phase
 from groupwise.training.trial import trial_settings
 
 
@@ -59,6 +62,12 @@ def test_a_whole_run_is_measured_by_phase(groupwise, small, nowhere):
     assert memory["planned"] == max(planned.values()) / 2**30
     assert found["side_by_side"]["- evaluation, GiB"]["planned"] == planned["evaluation"] / 2**30
     assert left_behind(nowhere) == []
+
+
+def test_what_only_a_whole_trial_does_counts_in_the_peak_of_no_other():
+    sizes = {"loading": 1, "learning": 2, "evaluation": 3, "final model": 4, "warm start": 5}
+    planned = SimpleNamespace(phases=[Phase(name, (Item("part", size, ""),)) for name, size in sizes.items()])
+    assert [_fullest(planned, whole).name for whole in (False, True)] == ["learning", "warm start"]
 
 
 def test_a_trial_of_a_run_in_epochs_makes_the_steps_that_it_is_asked_for():

@@ -272,8 +272,8 @@ def bench(
 
 
 def _fullest(planned: Plan, whole: bool) -> Phase:
-    """The phase with the highest planned peak, of those that a trial has; it judges and saves nothing unless it is ``whole``."""
-    left_out = () if whole else ("evaluation", "final model")
+    """The phase with the highest planned peak, of those that a trial has: it warms up, judges and saves only if ``whole``."""
+    left_out = () if whole else ("warm start", "evaluation", "final model")
     return max((phase for phase in planned.phases if phase.name not in left_out), key=lambda phase: phase.bytes)
 
 
