@@ -80,6 +80,30 @@ def test_a_server_that_nobody_would_ask_is_refused():
     assert Config(rollout={**server, "engine": "vllm"}).rollout.vllm.url == "http://127.0.0.1:8300"
 
 
+VLLM = {"gpu_memory_share": 0.4, "cache_gib": 2, "max_model_tokens": 512, "eager": True, "sleep_mode": False}
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_what_a_server_is_started_with_is_refused_beside_its_address(name, tmp_path):
+    own, server = {"engine": "vllm", "vllm": {name: VLLM[name]}}, {"rollout.vllm.url": "http://127.0.0.1:8300"}
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"rollout": own}), encoding="utf-8")
+    assert load_config(file, server) == load_config(None, {"rollout.engine": "vllm", **server}), "the file's is left out"
+    assert getattr(load_config(file).rollout.vllm, name) == VLLM[name]
+    told = rf"^rollout\.vllm\.{name} is .*, but rollout\.vllm\.url names a server, .*: leave it out, or"
+    for asked in ({f"rollout.vllm.{name}": VLLM[name]}, {"rollout": own}, {"rollout.vllm": own["vllm"]}):
+        with pytest.raises(ConfigError, match=told):
+            load_config(file, {**asked, **server})
+
+
+def test_a_folder_that_is_shared_with_no_server_is_refused():
+    vllm = {"engine": "vllm", "vllm": {"shared_folder": "/shared"}}
+    with pytest.raises(ConfigError, match=r"shared_folder is '/shared', but .* process: leave it out, or set url$"):
+        Config(rollout=vllm)
+    vllm["vllm"]["url"] = "http://127.0.0.1:8300"
+    assert Config(rollout=vllm).rollout.vllm.shared_folder == "/shared"
+
+
 def test_one_device_is_refused_where_the_model_is_laid_over_all(tmp_path):
     with pytest.raises(
         ConfigError,

@@ -7,6 +7,7 @@ Within ``algorithm`` the sections' types say it already; these rules look at sev
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
@@ -37,7 +38,7 @@ def without_effect(config: Config) -> dict[str, str]:
     """The settings that were written and do nothing in this run, each with a sentence that says so."""
     out = {}
     for place, names, reason, remedy in _rules(config):
-        section: BaseModel = getattr(config, place)
+        section: BaseModel = attrgetter(place)(config)
         for name in chosen(section, *names):
             value = getattr(section, name)
             told = "set" if isinstance(value, BaseModel) else shown(value)
@@ -60,6 +61,12 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
         yield "prompt", ("template_arguments",), without, "set style to chat"
     if config.rollout.engine != "vllm":
         yield "rollout", ("vllm",), f"rollout.engine is {config.rollout.engine}", "set engine to vllm"
+    elif config.rollout.vllm.url is None:
+        yield "rollout.vllm", ("shared_folder",), "rollout.vllm.url is null, so the weights stay in this process", "set url"
+    else:
+        own = ("gpu_memory_share", "cache_gib", "max_model_tokens", "eager", "sleep_mode")
+        server = "rollout.vllm.url names a server, which goes by options of its own"
+        yield "rollout.vllm", own, server, "start the server with the option of that name (such as --gpu-memory-share)"
     if output.keep_best and not (output.checkpoint_every and config.evaluation.every):
         judged = "no checkpoint is judged (output.checkpoint_every, evaluation.every)"
         yield "output", ("keep_best",), judged, "set both"

@@ -74,7 +74,8 @@ def load_config(source: str | Path | None, overrides: Overrides = ()) -> Config:
             stands. A last part alone (``completions_per_prompt=16``) will do where only one setting is called so. Or a mapping from
             such keys (or sections) to values, which are taken as they are. A section given with a ``type`` replaces the file's; where the
             type changes in another way (``loss.type=cispo``, ``preset=rloo``), the file's settings of the former type are left out,
-            with a warning. So is what the file sets and would do nothing beside them, without one.
+            with a warning. So is, without one, what the file sets and would do nothing beside them, by the rules of
+            ``config.inert``; what another rule says is refused.
 
     Raises:
         ConfigError: the source cannot be read, or a key is unknown, or a value breaks its rule.
@@ -178,10 +179,8 @@ def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "", 
     asked: set[str] = set()
     for path, value in _pairs(overrides):
         _set(merged, path, value)
-        section, _, name = path.partition(".")
-        inside = value if isinstance(value, Mapping) else ()
-        asked |= {f"{section}.{name.split('.')[0]}"} if name else {f"{section}.{one}" for one in inside}
-        if section == "algorithm":
+        asked |= set(_paths(path, value))
+        if path.split(".")[0] == "algorithm":
             _set(written, path, value)
     _leave_former_types(merged.get("algorithm"), settings.get("algorithm") or {}, written.get("algorithm") or {})
     _spell_out_rewards(merged)
@@ -196,6 +195,14 @@ def _build(settings: Mapping[str, Any], overrides: Overrides, source: str = "", 
     if not of_a_run:
         log.info("%s left out: the file sets it, and beside the overrides it would do nothing", ", ".join(left))
     return config
+
+
+def _paths(path: str, value: Any) -> Iterator[str]:
+    """``path``, the sections above it, and what ``value`` sets below it."""
+    parts = path.split(".")
+    yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    for name, below in value.items() if isinstance(value, Mapping) else ():
+        yield from _paths(f"{path}.{name}", below)
 
 
 def _leave_inert(merged: dict[str, Any], asked: set[str], failure: object) -> list[str]:
