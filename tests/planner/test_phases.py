@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from groupwise.algorithm.registry import find_loss
 from groupwise.config import load_config
 from groupwise.config.section import REGISTERED
+from groupwise.errors import TrainingError
 from groupwise.planner import HARDWARE, make_plan
 from groupwise.planner.memory import beside_state, disk_bytes, evaluation, gathered_bytes, phases, sampling
 from groupwise.planner.setup import Setup
@@ -207,6 +209,20 @@ def test_a_disk_that_is_too_small_is_said_before_the_run(tmp_path, monkeypatch, 
     if note:
         assert "output.keep_checkpoints" in note
         assert str(tmp_path) in note
+
+
+def test_the_checkpoint_after_a_warm_start_needs_room_too(tmp_path, monkeypatch):
+    def note(every, free):
+        words = [f"output.checkpoint_every={every}", "training.steps=20", "warm_start.steps=2", "output.keep_checkpoints=1"]
+        config = load_config("quickstart", ["model.dtype=bfloat16", *words])
+        checkpoint, model = disk_bytes(short_memory.planned(config, torch.device("cpu")))
+        monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: model + free * checkpoint)
+        return short_memory.disk_note(config, tmp_path)
+
+    with pytest.raises(TrainingError, match="a checkpoint will take"):
+        note(every=30, free=0)
+    assert "and 2 checkpoints of" in note(every=20, free=1)
+    assert note(every=30, free=1) is None
 
 
 def test_the_warm_start_has_its_examples_and_neither_reference_nor_critic():

@@ -158,8 +158,8 @@ def disk_note(config: Config, folder: Path) -> str | None:
     if setup is None:
         return None
     checkpoint, model = disk_bytes(setup)
-    every, output = config.output.checkpoint_every, config.output
-    kept = min(config.training.steps // every, output.keep_checkpoints + 1 + output.keep_best) if every else 0
+    output = config.output
+    kept = min(_checkpoints(config), output.keep_checkpoints + 1 + output.keep_best)
     needed, free = model + kept * checkpoint, free_disk_bytes(folder)
     if needed <= free:
         return None
@@ -183,12 +183,18 @@ def disk_note(config: Config, folder: Path) -> str | None:
     )
 
 
+def _checkpoints(config: Config) -> int:
+    """How many a run writes that nobody stops, the one after a warm start included."""
+    every = config.output.checkpoint_every
+    return config.training.steps // every + (config.warm_start.steps > 0) if every else 0
+
+
 def checkpoint_note(config: Config, device: torch.device, processes: int | None = None) -> str | None:
     """A sentence where divided weights are on GPUs, and this machine, the first process's, has no memory to bring them together for a
     checkpoint, or beneath an adapter for the final model. On CPUs that is one of the phases that ``memory_shortage`` goes by. Arguments
     as there."""
-    every, setup = config.output.checkpoint_every, planned(config, device, processes=processes)
-    if setup is None or setup.device == "cpu" or not (setup.adapted or 0 < every <= config.training.steps):
+    setup = planned(config, device, processes=processes)
+    if setup is None or setup.device == "cpu" or not (setup.adapted or _checkpoints(config)):
         return None
     needed, free = gathered_bytes(setup), available_memory_bytes()
     if needed <= free:
