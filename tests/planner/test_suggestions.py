@@ -160,6 +160,16 @@ def test_where_nothing_fits_a_smaller_model_is_named():
     assert smaller_model(fine) is None
 
 
+def test_a_smaller_model_that_the_settings_refuse_is_passed_over():
+    """Qwen2.5-1.5B may read and write more than this critic, which is as long as Qwen2.5-3B."""
+    assert KNOWN_SHAPES["Qwen/Qwen2.5-1.5B"].context > KNOWN_SHAPES["Qwen/Qwen2.5-0.5B"].context
+    critic = ["algorithm.preset=ppo", "algorithm.kl=null", "algorithm.value.critic=Qwen/Qwen2.5-0.5B"]
+    config = load_config("gsm8k-1.5b-24gb", ["model.name=Qwen/Qwen2.5-3B", *critic])
+    made = make_plan(config, HARDWARE["rtx-4090"], limit_bytes=2 * GIB)
+    assert not any(one.fits for one in made.suggestions)
+    assert "1.5B" not in (smaller_model(made) or "")
+
+
 def test_what_fits_is_suggested_nearest_first_and_really_fits():
     config = load_config("gsm8k-1.5b-8gpu")
     made = make_plan(config, HARDWARE["rtx-4090"], prompt_tokens=200)
@@ -276,5 +286,9 @@ def test_more_devices_come_last_and_only_as_many_as_there_are_prompts():
     assert (last.rank, last.world_size) == (3, 4)
     assert "--num-processes 4" in last.words
     assert last.words not in {one.words for one in made.suggestions[:-1]}, "what one device can do is no reason for more"
+    several = make_plan(load_config("polaris-3b"), HARDWARE["rtx-5090"], gpus_per_node=2).suggestions[-1]
+    assert (several.rank, several.world_size, several.machines) == (3, 4, 2)
+    assert "--num-processes" not in several.words, "that starts processes of one machine alone"
+    assert several.effect.startswith("4 devices in machines of 2 (torchrun or Slurm): ")
     few = make_plan(load_config("polaris-3b", ["rollout.prompts_per_step=4"]), HARDWARE["rtx-4090"], limit_bytes=12 * GIB)
     assert all(one.world_size <= 4 for one in few.suggestions)

@@ -400,11 +400,14 @@ def smaller_model(made: Plan) -> str | None:
         if family.fullmatch(name) and shape.parameters < setup.shape.parameters and shape.context >= context
     ]
     for name in sorted(smaller, key=lambda name: -KNOWN_SHAPES[name].parameters):
-        other = make_plan(
-            config.model_copy(update={"model": config.model.model_copy(update={"name": name})}), made.hardware,
-            limit_bytes=setup.device_bytes, world_size=setup.world_size, prompt_tokens=setup.prompt_tokens,
-            gpus_per_node=setup.gpus_per_node,
-        )  # fmt: skip
+        try:
+            other = make_plan(
+                config.model_copy(update={"model": config.model.model_copy(update={"name": name})}), made.hardware,
+                limit_bytes=setup.device_bytes, world_size=setup.world_size, prompt_tokens=setup.prompt_tokens,
+                gpus_per_node=setup.gpus_per_node,
+            )  # fmt: skip
+        except ConfigError:  # with this one the settings contradict each other, as those of a separate critic may
+            continue
         if other.fits or any(one.fits for one in other.suggestions):
             changes = "" if other.fits else f" with {other.suggestions[0].words}"
             return f"a smaller model would fit: {name}{changes}"

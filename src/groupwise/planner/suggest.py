@@ -47,6 +47,8 @@ class Suggestion:
     """0: same numbers, only speed; 1: rounding; 2: another objective, or fewer weights that learn; 3: same numbers on more devices."""
     world_size: int = 1
     """Processes that it takes."""
+    machines: int = 1
+    """Machines that they are on; on several a launcher starts them."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,7 +56,7 @@ class Suggestion:
     @property
     def words(self) -> str:
         """The settings as one types them after ``groupwise train RECIPE``."""
-        more = f" --num-processes {self.world_size}" if self.rank == _MORE_DEVICES else ""
+        more = f" --num-processes {self.world_size}" if self.rank == _MORE_DEVICES and self.machines == 1 else ""
         return " ".join(f"{name}={_typed(value)}" for name, value in self.settings.items()) + more
 
 
@@ -127,7 +129,8 @@ def _outcome(setup: Setup, changes: dict[str, Any], rank: int, effect: str, hard
     if outside:
         effect += f"; {outside / 2**30:.0f} GiB of the machine's memory for each process"
     shown = {name.replace("__", "."): _plain(value) for name, value in changes.items()}
-    return Suggestion(shown, peak, peak <= limit, step_cost(changed, hardware).step_s, effect, rank, setup.world_size)
+    machines = -(-setup.world_size // setup.gpus_per_node)
+    return Suggestion(shown, peak, peak <= limit, step_cost(changed, hardware).step_s, effect, rank, setup.world_size, machines)
 
 
 def _plain(value: Any) -> Any:
@@ -140,9 +143,11 @@ def _on_more_devices(setup: Setup, hardware: Hardware, limit: int, enough: list[
     processes = 2
     while setup.device == "cuda" and processes <= setup.config.rollout.prompts_per_step:
         if processes > setup.world_size:
-            wider = replace(setup, world_size=processes)
+            wider, devices = replace(setup, world_size=processes), f"{processes} devices"
+            if processes > setup.gpus_per_node:
+                devices += f" in machines of {setup.gpus_per_node} (torchrun or Slurm)"
             suggestions = [
-                _outcome(wider, changes, _MORE_DEVICES, f"{processes} devices: {effect}", hardware, limit)
+                _outcome(wider, changes, _MORE_DEVICES, f"{devices}: {effect}", hardware, limit)
                 for changes, effect in _same_numbers(wider, limit)
                 if "optimizer__offload" not in changes and not refused(wider.changed(**changes))
             ]
