@@ -201,8 +201,15 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def check_kl(self) -> AlgorithmConfig:
-        """The KL in the reward goes where a reward may have any size and sign."""
-        if self.kl is None or self.kl.placement == "loss":
+        """The reference differs from the policy, and the KL in the reward goes where a reward may have any size and sign."""
+        if self.kl is None:
+            return self
+        if self.kl.reference_every == 1 and self.kl.reference_mixing == 1 and self.updates_per_batch == 1:
+            raise ValueError(
+                "algorithm.kl.reference_every is 1 with reference_mixing 1 and updates_per_batch 1, so the reference is the policy "
+                "itself in every pass and the KL is always 0: set reference_mixing below 1, or write algorithm.kl=null"
+            )
+        if self.kl.placement == "loss":
             return self
         if (
             isinstance(self.advantage, GroupAdvantage)
