@@ -393,6 +393,15 @@ def script_of(name):
     return script
 
 
+def test_hours_to_published_accuracies_are_for_as_many_completions_as_were_published():
+    """Batches, and completions of each. verl's 7B: 105 of 1,024 x 5, as the page of recipes says."""
+    published = [(116, 64 * 5), (290, 256 * 4), (290, 256 * 4), (140, 1024 * 5), (105, 1024 * 5)]
+    script = script_of("write_plan_docs")
+    for (title, steps, _, words), (batches, size) in zip(script.TARGETS, published, strict=True):
+        rollout = script.made(words).setup.config.rollout
+        assert steps * rollout.prompts_per_step * rollout.completions_per_prompt == batches * size, title
+
+
 def test_the_page_of_plans_is_current_and_has_every_recipe():
     script = script_of("write_plan_docs")
     assert page("docs/reference/plans.md") == script.render(), "run python scripts/write_plan_docs.py"
