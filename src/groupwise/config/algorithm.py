@@ -206,8 +206,8 @@ class AlgorithmConfig(Section):
             return self
         if self.kl.reference_every == 1 and self.kl.reference_mixing == 1 and self.updates_per_batch == 1:
             raise ValueError(
-                "algorithm.kl.reference_every is 1 with reference_mixing 1 and updates_per_batch 1, so the reference is the policy "
-                "itself in every pass and the KL is always 0: set reference_mixing below 1, or write algorithm.kl=null"
+                "algorithm.kl.reference_every is 1 with reference_mixing 1 and updates_per_batch 1, so the reference is the "
+                "policy itself in every pass and the KL is always 0: set reference_mixing below 1, or write algorithm.kl=null"
             )
         if self.kl.placement == "loss":
             return self

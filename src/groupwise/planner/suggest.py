@@ -302,8 +302,8 @@ def _budget(setup: Setup, limit: int) -> int | None:
 
 
 def _concurrency(setup: Setup, limit: int) -> Iterator[dict[str, int]]:
-    """Nothing; and, where sampling is what does not fit, fewer sequences at once: so few that it does, and where it is ahead also so few
-    that the passes beside it do."""
+    """Nothing; and, where sampling is what does not fit, fewer sequences at once: so few that it does, and where it is ahead
+    also so few that the passes beside it do."""
     yield {}
     beside = [{"learning", "output head", "optimiser step", "checkpoint"}] if setup.ahead else []
     most = setup.config.rollout.max_concurrent_sequences
