@@ -184,6 +184,8 @@ def test_nothing_to_judge_is_refused():
         ("####", "plain", False),
         ("#### 4 #### 4", "plain", False),
         ("4", "plain", False),
+        ("<think>\n<answer>5</answer>?\n</think>\n\n" + xml("4"), "xml", True),
+        ("<think>\n" + xml("4"), "xml", False),
     ],
 )
 def test_well_formed(text, style, well):

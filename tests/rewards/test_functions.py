@@ -78,6 +78,28 @@ def test_accuracy_in_format_wants_the_whole_form_of_each_completions_style():
     assert accuracy(["so\n#### 5", "#### 4\n#### 5"], ["5", "5"], ["plain", "plain"], in_format=True) == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("thoughts", ["<think>\nSo <reasoning>..., \\boxed{3}? #### 3\n</think>\n\n", "Tags? <answer>\n</think>\n\n"])
+def test_the_form_is_that_of_what_follows_the_thoughts(thoughts):
+    """Of Qwen3, and of models whose chat template has written ``<think>``."""
+    lines, box = "<reasoning>\nr\n</reasoning>\n<answer>\n4\n</answer>", r"so \boxed{4}"
+    assert accuracy([thoughts + lines], ["4"], in_format=True) == [1.0]
+    assert accuracy([thoughts + box, thoughts + "#### 4"], ["4"] * 2, ["boxed", "plain"], in_format=True) == [1.0, 1.0]
+    texts = [thoughts + lines, thoughts + f"So: {lines}", thoughts + lines + " Bye."]
+    assert (format(texts), format(texts, once=False)) == ([0.8] * 3, [0.8] * 3)
+    assert (strict_xml(texts), soft_xml(texts)) == ([0.5, 0.0, 0.0], [0.5] * 3)
+    assert xml_count(texts[:1]) == [0.5]
+    assert boxed_format([thoughts + box, thoughts + box * 2]) == [0.5, 0.0]
+    assert format([thoughts]) == [0.0]
+
+
+def test_thoughts_that_never_end_are_in_no_form_and_thoughts_within_it_are_a_part():
+    whole = FULL.format("4")
+    for text in (f"<think>{whole}", f"\n<think>so {whole} \\boxed{{4}}"):
+        assert format([text]) == strict_xml([text]) == soft_xml([text]) == boxed_format([text]) == [0.0]
+    texts = [f"<reasoning><think>r</think>r</reasoning><answer>4</answer>{end}" for end in ("", "</think>")]
+    assert strict_xml(texts) == [0.5, 0.0]
+
+
 def test_an_answer_that_may_stand_anywhere_needs_no_format():
     with pytest.raises(RewardError, match="lenient and in_format"):
         accuracy([], [], lenient=True, in_format=True)

@@ -1,6 +1,6 @@
 """The built-in reward functions: for the text's length, words and repetitions, for the answer's form, and for the right answer.
 
-``builtin_rewards()`` gives them by the name that a config uses.
+``builtin_rewards()`` gives them by the name that a config uses. The form is that of what follows a model's thoughts (``</think>``).
 """
 
 from __future__ import annotations
@@ -190,18 +190,17 @@ def format(completions: Sequence[CompletionText], once: bool = True, **_: object
     >>> format(["<answer>4</answer><answer>5</answer>"], once=False)
     [0.4]
     """
-    texts = map(text_of, completions)
-    return [(_tags_once(text) if once else sum(tag in text for tag in TAGS)) / 5 for text in texts]
+    return [(_tags_once(text) if once else sum(tag in text for tag in TAGS)) / 5 for text in map(_said, completions)]
 
 
 def strict_xml(completions: Sequence[CompletionText], score: float = 0.5, **_: object) -> list[float]:
     """`score` where the completion is one reasoning block, then one answer block, both filled in, and nothing else; else 0."""
-    return [score if _blocks_in_order(text_of(completion), nothing_else=True) else 0.0 for completion in completions]
+    return [score if _blocks_in_order(_said(completion), nothing_else=True) else 0.0 for completion in completions]
 
 
 def soft_xml(completions: Sequence[CompletionText], score: float = 0.5, **_: object) -> list[float]:
     """`score` where one filled reasoning block is followed by one filled answer block, whatever stands around them; else 0."""
-    return [score if _blocks_in_order(text_of(completion), nothing_else=False) else 0.0 for completion in completions]
+    return [score if _blocks_in_order(_said(completion), nothing_else=False) else 0.0 for completion in completions]
 
 
 def xml_count(
@@ -222,13 +221,23 @@ def xml_count(
             "is already taken off"
         )
     return [
-        max(0.0, tag_score * _tags_on_own_lines(text) - trailing_penalty * _trailing(text)) for text in map(text_of, completions)
+        max(0.0, tag_score * _tags_on_own_lines(text) - trailing_penalty * _trailing(text)) for text in map(_said, completions)
     ]
 
 
 def boxed_format(completions: Sequence[CompletionText], score: float = 0.5, **_: object) -> list[float]:
     r"""`score` where exactly one `\boxed{}` stands in the completion, closed and filled in; else 0."""
-    return [score if _one_filled_box(text_of(completion)) else 0.0 for completion in completions]
+    return [score if _one_filled_box(_said(completion)) else 0.0 for completion in completions]
+
+
+def _said(completion: CompletionText) -> str:
+    """What follows the thoughts, which may quote tags and draft answers; nothing where they never end. Where the chat template has
+    written ``<think>``, the completion has their end alone."""
+    text = text_of(completion)
+    thoughts, _, rest = text.rpartition("</think>")
+    if text.lstrip().startswith("<think>"):
+        return rest if thoughts else ""
+    return text if "<think>" in thoughts else rest
 
 
 def _tags_once(text: str) -> int:
@@ -278,7 +287,9 @@ def _one_filled_box(text: str) -> bool:
 
 def is_well_formed(text: str, style: AnswerStyle) -> bool:
     """Exactly the form asked for. xml: one filled reasoning block, then one filled answer block, and nothing else but white
-    space; boxed: exactly one filled ``\\boxed{}``; plain: exactly one ``####`` with something after it."""
+    space; boxed: exactly one filled ``\\boxed{}``; plain: exactly one ``####`` with something after it. A model's thoughts are no
+    part of it."""
+    text = _said(text)
     if style == "xml":
         return _blocks_in_order(text, nothing_else=True)
     if style == "boxed":
