@@ -756,6 +756,8 @@ def test_turns_are_read_as_trl_reads_them(tokenizer, arguments):
         one[:-12],
         thought + one,
         f"{thought}Done.",
+        f"<think>\nAs {one}?\n</think>\n\n{one}",
+        f"<think>\nAs {one}?\n</think>\n\nDone.",
     ]
     texts += [f"<tool_call>{text}</tool_call>" for text in odd]
     for text in texts:

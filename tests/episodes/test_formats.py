@@ -16,6 +16,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", max_size=3), inner, max_size=3),
     max_leaves=6,
 )
+F = '<tool_call>{"name": "f"}</tool_call>'
 ONE_OBJECT = "a call is one JSON object, and nothing beside it"
 NAMES = st.from_regex(r"[a-z]{1,6}", fullmatch=True).filter(
     lambda name: name not in ("if", "in", "is", "or", "and", "as", "not", "for")
@@ -40,6 +41,8 @@ def echo(said: str) -> str:
         ("llama3", ' {"answer": 42}\n', '{"answer": 42}'),
         ("json", '```json\n{"name": "f", "arguments": {}}\n```', ""),
         ("json", ' {"answer": 42}\n', '{"answer": 42}'),
+        ("tags", "<think><call>f(1)</call>?</think> So: <call>f(2)</call>", "<think><call>f(1)</call>?</think> So:"),
+        ("hermes", "<think><tool_call>?</think>" + F, "<think><tool_call>?</think>"),
     ],
 )
 def test_what_a_turn_says_beside_its_calls(form, text, rest):
@@ -84,6 +87,14 @@ def test_what_a_call_in_tags_says_reaches_the_tool(text):
         ("hermes", "<tool_call>{</tool_call>", [Asked("", problem="what stands in <tool_call></tool_call> is no JSON object")]),
         ("hermes", '<tool_call>{"name": "f", "arguments": 3}</tool_call>', [Asked("f", problem="its arguments are no JSON object")]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}', [Asked("f")]),
+        ("tags", "<think><call>f(1)</call>, or <call>f(2?\n</think>\n\n<call>f(3)</call>", [Asked("f", {}, (3,), "3")]),
+        ("tags", "<think>I may write <call>f(1)</call>", []),
+        ("hermes", f"<think>\nAs {F}, or <tool_call>?\n</think>\n\n{F}", [Asked("f")]),
+        ("hermes", f"<think>\nAs {F}?\n</think>\n\nNo.", []),
+        ("hermes", f"As {F}, or <tool_call>?\n</think>\n\n{F}{F}", [Asked("f"), Asked("f")]),
+        ("hermes", f"As {F}?\n</think>\n\nNo.", []),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"x": "</think>"}}}}</tool_call>{F}',
+         [Asked("f", {"x": "</think>"}), Asked("f")]),
         ("llama3", "It is {42}.", []),
         ("llama3", '{"answer": 42}', []),
         ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', [Asked("f", {"x": 1})]),

@@ -266,6 +266,8 @@ class TestCalls:
             ("tags", "<call>calculator(1 + 1)</call>", {"expression": "1 + 1"}, None),
             ("tags", "Let me see. <call>calculator('2')</call>", {"expression": "2"}, "Let me see."),
             ("hermes", f"So:\n<tool_call>\n{HERMES}\n</tool_call>", {"expression": "3"}, "So:"),
+            ("hermes", f"<think>As <tool_call>{HERMES}</tool_call>?</think> So:\n<tool_call>{HERMES}</tool_call>", {"expression": "3"},
+             f"<think>As <tool_call>{HERMES}</tool_call>?</think> So:"),
             ("llama3", '{"name": "calculator", "parameters": {"expression": "4"}}', {"expression": "4"}, None),
             ("json", f"```json\n{HERMES}\n```", {"expression": "3"}, None),
         ],

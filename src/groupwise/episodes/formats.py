@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from groupwise.errors import ConfigError
 
-__all__ = ["FORMATS", "Asked", "CallFormat", "Hermes", "format_of_template"]
+__all__ = ["FORMATS", "Asked", "CallFormat", "Hermes", "after_thoughts", "format_of_template"]
 
 DEEPEST = 50
 """How deep arguments may be nested: rewards and records get a call by ``asdict``, which fails at a few hundred levels."""
@@ -55,6 +55,19 @@ class CallFormat(Protocol):
         """What a turn says beside its calls."""
 
 
+def after_thoughts(text: str, opening: str) -> str:
+    """What follows a model's thoughts, in which calls are only drafted; nothing where they never end.
+
+    Where the chat template has written ``<think>``, the text has their end alone. A ``</think>`` in an argument of a call, which begins
+    with the tag ``opening``, ends no thoughts.
+    """
+    _, ended, rest = text.partition("</think>")
+    if text.lstrip().startswith("<think>"):
+        return rest
+    begin, end = rest.find(opening), rest.find(opening.replace("<", "</"))
+    return rest if ended and (end == -1 or -1 < begin < end) else text
+
+
 class Tags:
     """``<call>calculator(12 * 3)</call>``, for models without a format of their own. Arguments are Python's literals, by position or by
     name; a tool of one argument that is text also takes it without quotes."""
@@ -64,7 +77,7 @@ class Tags:
     _PARTS = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
 
     def read(self, text: str) -> list[Asked]:
-        return [self._one(found[1], bool(found[2])) for found in self._CALL.finditer(text)]
+        return [self._one(found[1], bool(found[2])) for found in self._CALL.finditer(after_thoughts(text, self.openings[0]))]
 
     def _one(self, inside: str, closed: bool) -> Asked:
         parts = self._PARTS.fullmatch(inside)
@@ -91,7 +104,8 @@ class Tags:
         return f"<call>{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})</call>"
 
     def beside(self, text: str) -> str:
-        return self._CALL.sub("", text).strip()
+        said = after_thoughts(text, self.openings[0])
+        return (text[: len(text) - len(said)] + self._CALL.sub("", said)).strip()
 
     def _survives(self, name: str, text: str) -> bool:
         """Whether the bare text is read back as itself."""
@@ -118,7 +132,7 @@ class Hermes:
 
     def read(self, text: str) -> list[Asked]:
         found = []
-        for match in self._CALL.finditer(text):
+        for match in self._CALL.finditer(after_thoughts(text, self.openings[0])):
             if self._closed and not match[2]:
                 found.append(Asked("", problem="a call ends with </tool_call>"))
                 continue
@@ -133,7 +147,8 @@ class Hermes:
         return f"<tool_call>\n{inside}\n</tool_call>"
 
     def beside(self, text: str) -> str:
-        return self._CALL.sub("", text).strip()
+        said = after_thoughts(text, self.openings[0])
+        return (text[: len(text) - len(said)] + self._CALL.sub("", said)).strip()
 
 
 class Llama3:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from groupwise.episodes.formats import CallFormat
+from groupwise.episodes.formats import CallFormat, after_thoughts
 from groupwise.episodes.tools import Tool, arguments_by_name
 from groupwise.serving.asking import fits
 from groupwise.serving.sampler import Choice
@@ -140,7 +140,8 @@ class Answer:
 
     def _before_calls(self, text: str, form: CallFormat) -> str:
         """Up to where a call may begin."""
-        return text[: min((at for opening in form.openings if (at := text.find(opening)) >= 0), default=len(text))].rstrip()
+        begin = len(text) - len(after_thoughts(text, form.openings[0]))
+        return text[: min((at for one in form.openings if (at := text.find(one, begin)) >= 0), default=len(text))].rstrip()
 
     def _certain(self, text: str) -> int:
         """How many characters are content whatever follows: what may be the beginning of a stop or of a call is not."""
