@@ -389,6 +389,14 @@ def test_groups_without_variance_are_no_fault_where_they_teach(tmp_path, overrid
     assert ("further steps change " + ("little" if teach else "nothing")) in found["reward-saturated"].summary
 
 
+@pytest.mark.parametrize(("reward", "solved"), [(0.0, False), (-1.0, False), (1.0, True)])
+def test_right_answers_that_nobody_is_paid_for_are_not_solved_problems(tmp_path, reward, solved):
+    """As where the reward wants a form that no answer has."""
+    same = {"groups/zero_variance": 1.0, "accuracy/strict": 0.9, "reward/mean": reward}
+    found = findings_of(tmp_path / "run", Story(accuracy=lambda p: 0.9, metrics=lambda step, p: same))
+    assert ("reward-saturated" in found, "no-variance" in found) == (solved, not solved)
+
+
 def test_the_best_of_many_evaluations_is_better_by_chance(tmp_path):
     """Of 40 problems the best middle evaluation has 6 that are wrong at the end: p = 0.03 for a pair that nobody chose."""
     rising = {"metrics": lambda step, p: {"reward/mean": 1.0 + 2 * p}, "accuracy": lambda p: 0.6}

@@ -117,10 +117,9 @@ def with_right(accuracy: float) -> str:
 
 
 def solved(run: RunRecord, stretch: tuple[int, int]) -> bool:
-    accuracy = accuracy_of(run)
-    if len(accuracy):
-        return over(accuracy, stretch) >= GOOD
-    reward = series(run, "reward/mean")
+    accuracy, reward = accuracy_of(run), series(run, "reward/mean")
+    if len(accuracy):  # a reward that is the same for all, and nothing or less, pays nobody for being right
+        return over(accuracy, stretch) >= GOOD and over(reward, stretch) > min([0.0, *reward.values])
     return reward.rises() and over(reward, stretch) >= 0.98 * max(reward.values) > 0
 
 
