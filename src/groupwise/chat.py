@@ -274,7 +274,8 @@ def load_to_ask(config: Config) -> Policy:
     from groupwise.engines.vllm.engine import check_vllm
 
     model, adapter = with_base(config.model)
-    if config.prompt.template_arguments and (said := unknown_arguments(load_tokenizer(model, adapter), config.prompt)):
+    arguments = config.prompt.template_arguments
+    if arguments and (said := unknown_arguments(load_tokenizer(model, adapter), arguments)):
         raise ModelError(said)
     policy = load_policy(model, adapter=adapter)
     room = check_vllm(config.rollout, policy.model.config, policy.name) or policy.context_length

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from groupwise.config import build_config
@@ -22,6 +23,7 @@ from groupwise.data.prompts import (
     note_on_date,
     note_on_options,
     note_on_place,
+    plain_ids,
     render,
     resolve_system,
     unknown_arguments,
@@ -34,7 +36,7 @@ from groupwise.errors import ConfigError, DataError, ModelError
 from groupwise.rewards.functions import is_well_formed
 from groupwise.training.setup import prepare
 from groupwise.types import Problem, Prompt
-from tests.tiny import TEMPLATE, lower_case_share, tiny_config, write_sums, write_tiny_llama
+from tests.tiny import TEMPLATE, lower_case_share, tiny_config, write_sums, write_tiny_llama, write_tiny_tokenizer
 
 CHAT = PromptConfig()
 NO_SYSTEM_ROLE = (
@@ -136,11 +138,12 @@ def test_the_chat_template_is_given_further_arguments(with_template: Callable[[s
     without = render(problem("1 + 1?"), tokenizer, PromptConfig(template_arguments={"enable_thinking": False}), None)
     assert without.text == thinking.text + "<think></think>"
     assert tokenizer.decode(without.token_ids) == without.text
-    misspelt = PromptConfig(template_arguments={"enable_thinkng": False, "enable_thinking": False})
+    misspelt = {"enable_thinkng": False, "enable_thinking": False}
     assert "has enable_thinkng, which the model's chat template does not ask for" in (
         unknown_arguments(tokenizer, misspelt) or ""
     )
-    assert unknown_arguments(tokenizer, PromptConfig(template_arguments={"enable_thinking": False})) is None
+    assert unknown_arguments(tokenizer, {"enable_thinking": False}) is None
+    assert "has thinking, which" in (unknown_arguments(tokenizer, {"thinking": False}) or ""), "a part of a name is another name"
 
 
 def test_what_the_program_itself_gives_a_template_is_refused() -> None:
@@ -167,6 +170,22 @@ def test_plain_styles(qwen_tokenizer: Any, style: Any, system: str | None, text:
     assert prompt.text == text
     assert list(prompt.token_ids) == qwen_tokenizer(text)["input_ids"]
     assert prompt.messages is None
+
+
+def test_a_plain_prompt_begins_once_and_does_not_end(tmp_path: Path) -> None:
+    """With a tokenizer that puts its start and its end token around every text."""
+    tokenizer = write_tiny_tokenizer(tmp_path)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|im_end|>", special_tokens=[("<s>", start), ("<|im_end|>", end)]
+    )
+    bare = tokenizer("6 x 7?", add_special_tokens=False)["input_ids"]
+    assert tokenizer("6 x 7?")["input_ids"] == [start, *bare, end]
+    for question in ("6 x 7?", "<s>6 x 7?"):
+        prompt = render(problem(question), tokenizer, PromptConfig(style="concat"), None)
+        assert (prompt.text, prompt.token_ids) == (question, (start, *bare))
+    assert plain_ids(tokenizer, "<s>6 x 7?<|im_end|>") == (start, *bare, end), "which the text has itself"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
 
 __all__ = [
-    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "note_on_options", "note_on_place", "render",
-    "resolve_system", "unknown_arguments", "worked_completion", "worked_expressions",
+    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "note_on_options", "note_on_place", "plain_ids",
+    "render", "resolve_system", "unknown_arguments", "worked_completion", "worked_expressions",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -99,18 +99,28 @@ def render(
         )
         return _render_chat(problem, tokenizer, messages, more)
     text = _plain_text(messages) if prompt.style == "plain" else "\n".join(m["content"].strip() for m in messages)
-    return Prompt(problem, text, tuple(tokenizer(text)["input_ids"]))
+    return Prompt(problem, text, plain_ids(tokenizer, text))
 
 
-def unknown_arguments(tokenizer: Any, prompt: PromptConfig) -> str | None:
-    """A sentence where the model's chat template does not ask for some of ``prompt.template_arguments``, which Jinja takes in silence."""
+def plain_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The ids of a prompt that is plain text: without the end token that some tokenizers put behind every text, after which the policy
+    would have to go on, and with one start token where the text begins with it already."""
+    start, end = tokenizer.bos_token, tokenizer.eos_token
+    ids = list(tokenizer(text, add_special_tokens=not (start and text.startswith(start)))["input_ids"])
+    while ids and ids[-1] == tokenizer.eos_token_id and not text.rstrip().endswith(end):
+        ids.pop()
+    return tuple(ids)
+
+
+def unknown_arguments(tokenizer: Any, arguments: Iterable[str], setting: str = "prompt.template_arguments") -> str | None:
+    """A sentence where the model's chat template does not ask for some of ``arguments``, the names in ``setting``, which Jinja takes
+    in silence."""
     template = str(getattr(tokenizer, "chat_template", None))
-    unknown = [name for name in prompt.template_arguments if name not in template]
+    unknown = [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)]
     if not unknown:
         return None
     return (
-        f"prompt.template_arguments has {', '.join(unknown)}, which the model's chat template does not ask for: correct the name, or leave "
-        "it out"
+        f"{setting} has {', '.join(unknown)}, which the model's chat template does not ask for: correct the name, or leave it out"
     )
 
 

@@ -87,7 +87,8 @@ def evaluate_model(
     held_out = load_held_out(config.data)
     problems = with_shots(held_out[: config.evaluation.problems], config, style)
     tokenizer = load_tokenizer(model_config, adapter)
-    if said := unknown_arguments(tokenizer, config.prompt):  # a note alone: the settings are for all models that are judged
+    # A note alone: the settings are for all models that are judged.
+    if said := unknown_arguments(tokenizer, config.prompt.template_arguments):
         logger.warning("%s: %s", model, said)
     hf_config = load_model_config(model_config)
     context = context_length(hf_config, tokenizer)

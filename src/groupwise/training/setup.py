@@ -168,7 +168,7 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
         suite.require_columns(problem)
     tokenizer, hf_config = load_tokenizer(config.model), load_model_config(config.model)
     check_quantization(config, hf_config)
-    if said := unknown_arguments(tokenizer, config.prompt):
+    if said := unknown_arguments(tokenizer, config.prompt.template_arguments):
         raise ModelError(said)
     suite.decode = partial(text_of, tokenizer)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)), open_agents)
