@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from tokenizers import processors
 from torch.optim import lr_scheduler
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, TrainerCallback
 from transformers.integrations import DVCLiveCallback, TensorBoardCallback, WandbCallback
@@ -962,6 +963,39 @@ def test_the_share_of_rewards_that_are_all_the_same_is_counted_as_in_trl(tiny_fo
         assert trainer.state.log_history[0]["frac_reward_zero_std"] == expected
     trainer = GRPOTrainer(str(tiny_folder), by_prompt, settings(num_generations_eval=1), prompts)
     assert trainer.evaluate(rows)["eval_frac_reward_zero_std"] == 1.0
+    rows = Dataset.from_dict({"prompt": ["a", "bb", "cccc"]})
+    trainer = GRPOTrainer(str(tiny_folder), by_prompt, settings(num_generations_eval=1, per_device_eval_batch_size=2), prompts)
+    assert trainer.evaluate(rows)["eval_reward"] == pytest.approx(7 / 3), "a last batch of one prompt counts half"
+
+
+def test_an_argument_that_the_chat_template_does_not_ask_for_is_told(tiny_folder, chats, letters, settings, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.chat_template += "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    told = "chat_template_kwargs has thinking, which the model's chat template does not ask for"
+    for arguments, times in (({"enable_thinking": False, "padding": False}, 0), ({"thinking": False}, 1)):
+        GRPOTrainer(str(tiny_folder), letters, settings(chat_template_kwargs=arguments), chats, chats, processing_class=tokenizer)
+        assert caplog.text.count("does not ask for") == caplog.text.count(told) == times
+
+
+def test_a_turn_of_the_assistant_at_the_end_of_prompts_is_told_once(tiny_folder, chats, letters, settings, caplog):
+    prefilled = chats.map(lambda row: {"prompt": [*row["prompt"], {"role": "assistant", "content": "It is"}]})
+    told = "the training data set has conversations that end with the assistant's turn"
+    for rows, times in ((chats, 0), (prefilled, 1)):
+        GRPOTrainer(str(tiny_folder), letters, settings(), rows).train()
+        assert caplog.text.count("end with the assistant's turn") == caplog.text.count(told) == times
+
+
+@pytest.mark.parametrize("single", ["$A <|im_end|>", "<|im_start|> $A"])
+def test_an_end_token_behind_plain_prompts_and_a_second_start_are_told_once(tiny_folder, letters, settings, caplog, single):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
+    names = ("<|im_start|>", "<|im_end|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in names if name in single]
+    )
+    rows = Dataset.from_dict({"prompt": [f"<|im_start|>{a} + {a} =" for a in range(12)]})
+    GRPOTrainer(str(tiny_folder), letters, settings(), rows, processing_class=tokenizer).train()
+    assert caplog.text.count("an end token behind plain prompts of the training data set, or a second start token before") == 1
 
 
 def test_an_epoch_ends_at_a_whole_number(tiny_folder, prompts, letters, settings):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import logging
 import math
 import statistics
 from collections import defaultdict
@@ -12,6 +14,7 @@ from typing import Any
 
 from groupwise.algorithm import Objective
 from groupwise.batch import Member
+from groupwise.data.prompts import plain_ids, unknown_arguments
 from groupwise.episodes.tools import Tool
 from groupwise.errors import DataError
 from groupwise.metrics import Metric
@@ -22,6 +25,8 @@ from groupwise.trl.steps import Part, prompts_needed
 from groupwise.types import Completion, Group, Problem, Prompt
 
 __all__ = ["Generation", "PromptSet", "generation_numbers", "was_cut"]
+
+log = logging.getLogger(__name__)
 
 _MARKS = 8
 """Tokens that a tokenizer may put around a text, at most."""
@@ -77,6 +82,12 @@ class PromptSet:
     ) -> None:
         self.tokenizer, self.which, self.room, self.episodes = tokenizer, which, room, episodes
         self.template_arguments: Mapping[str, Any] = args.chat_template_kwargs or {}
+        self._told: set[str] = set()
+        if self.template_arguments and which == "training":
+            # apply_chat_template has arguments of its own, which no template asks for.
+            own = inspect.signature(tokenizer.apply_chat_template).parameters
+            if said := unknown_arguments(tokenizer, [n for n in self.template_arguments if n not in own], "chat_template_kwargs"):
+                self._tell(said)
         self.keep_columns = not args.remove_unused_columns
         self.shuffles = bool(args.shuffle_dataset)
         form = getattr(dataset, "format", None)
@@ -192,15 +203,31 @@ class PromptSet:
                     f"row {index} of the {self.which} data set is plain text, but calls of tools need turns: make the prompts conversations"
                 )
             text, ids, messages = asked, self.tokenizer(text=asked)["input_ids"], None
+            if tuple(ids) != plain_ids(self.tokenizer, asked):
+                self._tell(
+                    f"the tokenizer puts an end token behind plain prompts of the {self.which} data set, or a second start token before "
+                    "them, and the policy goes on after that, as in TRL: set tokenizer.add_eos_token=False, or leave the start token out"
+                )
         else:
             messages = tuple(dict(m) for m in asked)
             text, ids = "", self._chat_ids(index, messages, tools)
+            if messages and messages[-1].get("role") == "assistant":
+                self._tell(
+                    f"the {self.which} data set has conversations that end with the assistant's turn: the policy begins another turn "
+                    "after it, as in TRL 1.16, and does not go on with it, as in older versions"
+                )
         if not 0 < len(ids) <= self.room:
             raise UnfitDataError(
                 f"the prompt in row {index} of the {self.which} data set has {len(ids)} tokens, but the context leaves room for 1 "
                 f"to {self.room} beside a completion: filter such rows out or lower max_completion_length"
             )
         return Prompt(problem, text, tuple(ids), messages)  # type: ignore[arg-type]
+
+    def _tell(self, warning: str) -> None:
+        """Once."""
+        if warning not in self._told:
+            self._told.add(warning)
+            log.warning(warning)
 
     def _chat_ids(self, index: int, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()) -> list[int]:
         if any(not isinstance(m.get("content"), str) for m in messages):

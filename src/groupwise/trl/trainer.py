@@ -593,8 +593,11 @@ class GRPOTrainer(Outputs):
         numbers: dict[str, list[float]] = defaultdict(list)
         for start in range(0, len(prompts), per_batch):
             part = [prompts[i] for i in range(start, min(start + per_batch, len(prompts)))]
-            generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", numbers)
-            numbers["loss"].append(self._loss_of(generation, numbers))
+            found_in_part: dict[str, list[float]] = defaultdict(list)
+            generation = self._generate(part, size, f"{metric_key_prefix}/update={self.learner.updates}", found_in_part)
+            found_in_part["loss"].append(self._loss_of(generation, found_in_part))
+            for name, values in found_in_part.items():
+                numbers[name] += values * len(part)  # the last batch may have fewer prompts, and counts for less
         metrics = drain(numbers, f"{metric_key_prefix}_")
         rows = len(prompts)  # which transformers counts, though each is answered several times
         batches = math.ceil(rows / (self.args.per_device_eval_batch_size * self.world.size))
