@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from groupwise.config.load import Overrides, load_config, load_run_config, read_
 from groupwise.config.schema import Config, DataConfig, PromptConfig
 from groupwise.data.named import canonical_name, is_prepared
 from groupwise.data.prompts import resolve_system, unknown_arguments
-from groupwise.data.readers import is_missing, names_function
+from groupwise.data.readers import is_missing, names_function, read_whole
+from groupwise.data.sources import default_eval_split
 from groupwise.distributed import World
 from groupwise.engines import make_engine
 from groupwise.engines.base import COLDEST, Engine, SamplingSettings
@@ -36,6 +38,7 @@ __all__ = [
     "load_to_ask",
     "make_speaker",
     "note_on_form",
+    "note_on_seen",
     "refuse_named_code",
     "run_of",
     "settings_for_model",
@@ -110,6 +113,21 @@ def note_on_form(config: Config, run_config: Path) -> str | None:
         f"prompt.system is auto, which asks for {asked} answers with {config.data.source}, and the run was trained with {trained}: "
         f"prompt.system={trained} asks as it was trained"
     )
+
+
+def note_on_seen(model: str, asked: DataConfig, run_config: Path) -> str | None:
+    """A sentence where the held-out problems ``asked`` are the rows that the run of ``model`` was trained on; else None."""
+    own = load_run_config(run_config).data
+    if asked.eval_source is None or asked.generates_held_out or _place(asked.eval_source) != _place(own.source):
+        return None
+    split = asked.eval_split or default_eval_split(asked.eval_source)
+    if not read_whole(asked.eval_source) and (split, asked.subset) != (own.split, own.subset):
+        return None
+    return f"these problems include those that {model} was trained on: leave --data out for its held-out ones"
+
+
+def _place(source: str) -> str:
+    return canonical_name(source) or os.path.realpath(os.path.expanduser(source))
 
 
 def run_of(path: Path, alone: bool) -> Path | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from groupwise.chat import Speaker, answer_lines, load_to_ask, refuse_named_code, settings_for_model
+from groupwise.chat import Speaker, answer_lines, load_to_ask, note_on_seen, refuse_named_code, settings_for_model
+from groupwise.cli.evaluate import _models_and_settings
 from groupwise.cli.models import _settings, converse
 from groupwise.config import build_config, dump_config, load_config
 from groupwise.config.load import load_run_config
@@ -578,6 +579,18 @@ def test_data_says_what_is_judged(data, source, eval_source, eval_split):
     assert chosen.folder == ("/data" if source in NAMED else None), "where data sets known by name are looked for"
 
 
+def test_a_split_of_what_is_read_whole_is_refused(tmp_path):
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    for source, what in (tmp_path / "mine.jsonl", "one file"), ("my_rows.py:rows", "a function"):
+        with pytest.raises(ConfigError, match=rf"split 'validation', but '.*' is {what}, which has none: leave :validation out"):
+            data_overrides(f"{source}:validation")
+
+
+def test_a_long_setting_is_a_setting():
+    long = "prompt.system=" + "a" * 300
+    assert _models_and_settings(["m", long]) == (["m"], [long])
+
+
 TABLE = ["data.source=table.csv", "data.prompt_column=task", "data.answer_column=result"]
 """Data of a run's own."""
 
@@ -646,6 +659,35 @@ def test_eval_says_where_a_run_is_asked_in_another_form_than_it_was_trained_with
     told = "prompt.system is auto, which asks for boxed answers with aime24, and the run was trained with xml: prompt.system=xml asks"
     for more, says in (["aime24"], True), (["aime24", "prompt.system=xml"], False), (["gsm8k"], False):
         result = groupwise("eval", run, "--data", *more, *words)
+        assert result.exit_code == 0, result.output
+        assert (told in flat(result.stderr)) is says, more
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "seen"),
+    [
+        (TABLE, "./table.csv", True),
+        (TABLE, "other.csv", False),
+        (TABLE, None, False),
+        (["data.source=gsm8k"], "gsm8k:train", True),
+        (["data.source=gsm8k"], "gsm8k:test", False),
+        (["data.source=prepared"], "prepared:train", True),
+        (["data.source=prepared"], "prepared", False),
+        ([], "arithmetic", False),
+    ],
+)
+def test_problems_that_a_run_was_trained_on_are_known(own_data, settings, data, seen):
+    run = own_data(*settings)
+    asked = settings_for_model(str(run), data_overrides(data))[0].data
+    assert (note_on_seen(str(run), asked, run / "config.yaml") is not None) is seen
+
+
+def test_eval_says_where_it_judges_what_a_run_was_trained_on(groupwise, own_data):
+    words = ["model.dtype=float32", "model.device=cpu", "evaluation.modes=[greedy]", "rollout.max_completion_tokens=4"]
+    run = own_data(*TABLE)
+    told = f"these problems include those that {run} was trained on: leave --data out for its held-out ones"
+    for more, says in (["--data", "table.csv"], True), ([], False):
+        result = groupwise("eval", run, *more, *words)
         assert result.exit_code == 0, result.output
         assert (told in flat(result.stderr)) is says, more
 

@@ -139,7 +139,8 @@ def _models_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """A word with ``=`` is a setting, unless something of that name exists."""
     from groupwise.errors import ConfigError
 
-    settings = [word for word in words if "=" in word and not Path(word).expanduser().exists()]
+    # Path.exists raises where a word is too long for a file.
+    settings = [word for word in words if "=" in word and not os.path.exists(os.path.expanduser(word))]
     models = [word for word in words if word not in settings]
     if not models:
         raise ConfigError("groupwise eval needs a model to judge: name a folder, a Hub name or smollm2-135m-instruct")
@@ -184,7 +185,7 @@ def _judge(
 
 def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Console) -> tuple[Config, list[str]]:
     """One config for all: that of the first model which a run made, or the defaults; and where each model's weights lie."""
-    from groupwise.chat import note_on_form, refuse_named_code, settings_for_model
+    from groupwise.chat import note_on_form, note_on_seen, refuse_named_code, settings_for_model
     from groupwise.tracking.text import harmless
 
     settings = [settings_for_model(model, overrides) for model in models]
@@ -194,6 +195,9 @@ def _shared_settings(models: Sequence[str], overrides: Sequence[str], aside: Con
         for_all = ", for all models" if len(models) > 1 else ""
         aside.print(harmless(f"settings from {run_config}{for_all}", "dim"), soft_wrap=True)
         if said := note_on_form(chosen, run_config):
+            aside.print(harmless(said, "yellow"), soft_wrap=True)
+    for model, (_, made_by) in zip(models, settings, strict=True):
+        if made_by is not None and (said := note_on_seen(model, chosen.data, made_by)):
             aside.print(harmless(said, "yellow"), soft_wrap=True)
     return chosen, [config.model.name for config, _ in settings]
 

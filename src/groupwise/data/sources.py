@@ -182,7 +182,8 @@ def _say_dropped(dropped: Counter[str], source: str) -> None:
 def refuse_inert(data: DataConfig) -> None:
     """Raise DataError for settings that do nothing with these sources. ``config.inert`` has those that need no look at the disk."""
     check_named_folder(data.folder, [data.source, data.eval_source or ""])
-    elsewhere = data.eval_source is not None or data.eval_split == data.split  # of another source, or refused when it is read
+    # Of another source (if that is one file, a recipe's `eval_split` may stay and does nothing), or refused when it is read.
+    elsewhere = data.eval_source is not None or data.eval_split == data.split
     held_out = data.eval_source
     # A held-out source that is not known by name is read with `subset` too.
     shared = held_out not in (None, "arithmetic") and not (canonical_name(held_out) or read_whole(held_out))

@@ -13,7 +13,7 @@ from typing import Any
 from groupwise.config.schema import Config
 from groupwise.data.latex import renew_budget
 from groupwise.data.named import canonical_name, is_prepared
-from groupwise.data.readers import names_function
+from groupwise.data.readers import names_function, read_whole
 from groupwise.distributed import World
 from groupwise.durable import write_bytes
 from groupwise.errors import ConfigError, DataError
@@ -253,12 +253,17 @@ def write_records(path: Path, judged: Sequence[Judged]) -> int:
 
 def data_overrides(data: str | None) -> list[str]:
     """The settings with which ``data`` is judged: of ``gsm8k:test`` that split, of a file all of it, of the generator or a prepared folder
-    its held-out problems. A run's ``data.folder`` counts for data sets known by name alone."""
+    its held-out problems. A run's ``data.folder`` counts for data sets known by name alone.
+
+    Raises ConfigError for a split of what has none.
+    """
     if data is None:
         return []
     source, colon, split = data.rpartition(":")
     if not colon or names_function(data) or Path(data).exists():
         source, split = data, ""
+    if split and (whole := read_whole(source)):
+        raise ConfigError(f"{data!r} names the split {split!r}, but {source!r} is {whole}, which has none: leave :{split} out")
     chosen = [f"data.source={source}", *([] if canonical_name(source) else ["data.folder=null"])]
     if not split and (source == "arithmetic" or is_prepared(source)):
         return [*chosen, "data.eval_source=null", "data.eval_split=null"]
