@@ -17,20 +17,21 @@ from groupwise.config import build_config
 from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import grade
 from groupwise.data.arithmetic import generate
+from groupwise.data.inspect import inspect_source
 from groupwise.data.prompts import (
     SYSTEM_PROMPTS,
     drop_long_prompts,
     note_on_date,
     note_on_options,
     note_on_place,
-    plain_ids,
+    note_on_places,
     render,
     resolve_system,
     unknown_arguments,
     worked_completion,
     worked_expressions,
 )
-from groupwise.data.sources import load_problems
+from groupwise.data.sources import load_problems, save_prepared
 from groupwise.episodes.tools import calculator
 from groupwise.errors import ConfigError, DataError, ModelError
 from groupwise.rewards.functions import is_well_formed
@@ -216,6 +217,16 @@ def test_polaris_is_known_by_a_files_columns(shared_data: Path) -> None:
         assert resolve_system(CHAT, DataConfig(source=str(shared_data / name)))[1] == style
 
 
+def test_the_folders_of_a_path_do_not_make_polaris_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "polaris"
+    folder.mkdir()
+    for name, style in (("sums.jsonl", "xml"), ("Polaris-53K.jsonl", "boxed")):
+        write_sums(folder / name)
+        assert resolve_system(CHAT, DataConfig(source=str(folder / name)))[1] == style
+    save_prepared(load_problems(DataConfig(limit=5, holdout=2)), str(folder / "polaris-easy"))
+    assert resolve_system(CHAT, DataConfig(source=str(folder / "polaris-easy")))[1] == "xml", "which it was prepared for"
+
+
 def test_a_template_that_writes_the_day_s_date_is_told_before_the_run(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -252,6 +263,15 @@ def test_a_place_that_the_prompts_do_not_ask_for_is_told_before_the_run(tmp_path
     )
     assert notes("none") == [told]
     assert notes("boxed") == []
+
+
+def test_a_system_prompt_with_several_places_is_told_before_the_run(tmp_path: Path) -> None:
+    folder, data = write_tiny_llama(tmp_path / "model"), write_sums(tmp_path / "sums.jsonl")
+    several = "Use \\boxed{} or <answer>."
+    told = "prompt.system mentions \\boxed and <answer>: answers are looked for by \\boxed."
+    assert told in prepare(tiny_config(folder, data, prompt={"system": several}), {"letters": lower_case_share}).notes
+    assert inspect_source(DataConfig(source=str(data)), PromptConfig(system=several), None)["notes"] == [told]
+    assert [note_on_places(PromptConfig(system=text)) for text in ("xml", "boxed", "End with #### 5.")] == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -293,6 +313,18 @@ def test_worked_completions() -> None:
     assert worked_completion(gsm8k, "plain") == "48/2 = 24 clips.\nSo 42.\n#### 42"
     assert worked_completion(problem("?", solution="It is $\\boxed{42}$."), "boxed") == "It is $\\boxed{42}$."
     assert worked_completion(problem("?"), "xml") == "<answer>\n42\n</answer>"
+    thousands = Problem("", "?", "1042", {"solution": "So 1,042.\n#### 1,042"})
+    assert worked_completion(thousands, "plain") == "So 1,042.\n#### 1042"
+
+
+@pytest.mark.parametrize(
+    "solution", ["#### Solution\n6 x 7 = 42", "#### Step 1\n6 x 7\n#### Step 2\nSo 42.", "1 << 3; y = 16 >> 2\n1 << 3 == 16 >> 1"]
+)
+def test_headings_and_bit_shifts_of_a_solution_stay(solution: str) -> None:
+    worked = problem("?", solution=solution)
+    assert worked_completion(worked, "xml") == f"<reasoning>\n{solution}\n</reasoning>\n<answer>\n42\n</answer>"
+    assert worked_completion(worked, "plain") == solution.replace("#### ", "") + "\n#### 42", "where #### marks the answer alone"
+    assert worked_expressions(worked) == []
 
 
 @pytest.mark.parametrize(

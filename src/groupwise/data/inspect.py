@@ -10,7 +10,7 @@ from groupwise.config.schema import DataConfig, PromptConfig
 from groupwise.data.answers import AnswerStyle
 from groupwise.data.arithmetic import generate
 from groupwise.data.named import is_prepared, load_prepared, named_folder
-from groupwise.data.prompts import note_on_options, note_on_place, render, resolve_system, worked_completion
+from groupwise.data.prompts import note_on_options, note_on_place, note_on_places, render, resolve_system, worked_completion
 from groupwise.data.readers import read_table
 from groupwise.data.sources import find_columns, has_answers, refuse_inert, to_problem
 from groupwise.errors import DataError, ModelError
@@ -54,7 +54,7 @@ def inspect_source(
     without = {one["row"] for one in refused}
     usable = [problem for problem in problems if problem.id not in without]
     first = [prompts[problem.id] for problem in problems[:rows] if problem.id in prompts]
-    notes = [note_on_place(first, style), *map(note_on_options, first[:1])] if has_answers(data) else []
+    notes = [note_on_place(first, style), note_on_places(prompt), *map(note_on_options, first[:1])] if has_answers(data) else []
     return {
         "source": data.source,
         "split": data.split,

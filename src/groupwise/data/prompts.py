@@ -6,17 +6,18 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.config.schema import DataConfig, PromptConfig
-from groupwise.data.answers import AnswerStyle, extract_answer, without_places
+from groupwise.data.answers import AnswerStyle, exact_match, extract_answer, numeric_equal, without_places
 from groupwise.data.named import NAMED, canonical_name, prepared_style
-from groupwise.data.readers import is_missing, peek_columns
+from groupwise.data.readers import is_missing, names_function, peek_columns
 from groupwise.errors import DataError, ModelError
 from groupwise.types import Message, Problem, Prompt
 
 __all__ = [
-    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "note_on_options", "note_on_place", "plain_ids",
+    "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "note_on_options", "note_on_place", "note_on_places",
     "render", "resolve_system", "unknown_arguments", "worked_completion", "worked_expressions",
 ]  # fmt: skip
 
@@ -33,22 +34,24 @@ BOXED_COLUMNS = ({"problem", "answer", "difficulty"}, {"prompt", "reward_model"}
 """Columns of POLARIS, and of the layout that it keeps its benchmarks in: their answers are LaTeX."""
 MARKS: dict[AnswerStyle, str] = {"boxed": "\\boxed", "xml": "<answer>", "plain": "####"}
 """What a prompt mentions that asks for the answer in a style's place."""
-CALCULATOR_MARK = re.compile(r"<<([^<>]*?)(?:=[^<>]*)?>>")
+CALCULATOR_MARK = re.compile(r"<<([^<>=;A-Za-z\n]+)=[^<>=;A-Za-z\n]*>>")
+"""Numbers and signs around one ``=``, as in all of GSM8K's; ``1 << 3; y = 16 >> 2`` is none."""
 
 
 def default_style(data: DataConfig) -> AnswerStyle:
-    """The style of a data set known by name; ``boxed`` for POLARIS by its columns; a prepared folder's own; ``xml`` for all else. Of a run
-    that is asked the one that it found."""
+    """The style of a data set known by name; a prepared folder's own; ``boxed`` for POLARIS by its name or columns; ``xml`` for
+    all else. Of a run that is asked the one that it found."""
     if data._found_style is not None:
         return data._found_style
     name = canonical_name(data.source)
     if name is not None:
         return NAMED[name].style
-    if "polaris" in data.source.lower():
-        return "boxed"
     prepared_for = prepared_style(data.source)
     if prepared_for is not None:
         return prepared_for
+    local = is_missing(data.source) or names_function(data.source) or Path(data.source).expanduser().exists()
+    if "polaris" in (Path(data.source).name if local else data.source).lower():  # folders above may be called anything
+        return "boxed"
     if is_missing(data.source):
         _say_missing(data.source)
     columns = set(peek_columns(data.source, data.split))
@@ -68,8 +71,8 @@ def _say_missing(source: str) -> None:
 def resolve_system(prompt: PromptConfig, data: DataConfig) -> tuple[str | None, AnswerStyle]:
     """The system prompt's text (``None`` for none) and the place where the model's answer is then looked for.
 
-    A text of the user's own decides the place by what it mentions: ``\\boxed``, ``<answer>`` or ``####``; otherwise, and without
-    a system prompt, the data set's usual place counts.
+    A text of the user's own decides the place by what it mentions: ``\\boxed``, ``<answer>`` or ``####``, the first in this
+    order; otherwise, and without a system prompt, the data set's usual place counts.
     """
     if prompt.system == "xml":
         return SYSTEM_PROMPTS["xml"], "xml"
@@ -154,6 +157,14 @@ def note_on_place(prompts: Sequence[Prompt], style: AnswerStyle) -> str | None:
     return None
 
 
+def note_on_places(prompt: PromptConfig) -> str | None:
+    """A sentence where a system prompt of the user's own mentions several places for the answer; else None."""
+    mentioned = [mark for mark in MARKS.values() if mark in prompt.system]
+    if len(mentioned) < 2:
+        return None
+    return f"prompt.system mentions {' and '.join(mentioned)}: answers are looked for by {mentioned[0]}."
+
+
 def note_on_options(prompt: Prompt) -> str | None:
     """A sentence where the row has options to choose from, as those of MMLU have, and the prompt does not show them; else None."""
     for name in ("choices", "options"):
@@ -224,11 +235,14 @@ def _merge_system(messages: Sequence[Message]) -> list[Message]:
 def worked_completion(problem: Problem, style: AnswerStyle) -> str:
     """A supervised target: the row's worked solution, then the answer, in the format that ``style`` asks for.
 
-    The solution is ``problem.columns["solution"]`` without GSM8K's ``<<48/2=24>>`` marks, its ``####`` line, and tags and boxes that it has
-    already; where a row has none, the target is the answer alone.
+    The solution is ``problem.columns["solution"]`` without GSM8K's ``<<48/2=24>>`` marks, the answer's ``####`` line at its end,
+    and tags and boxes that it has already; where a row has none, the target is the answer alone.
     """
-    solution = CALCULATOR_MARK.sub("", str(problem.columns.get("solution") or ""))
-    solution = solution.rpartition("####")[0].strip() if "####" in solution else solution.strip()
+    solution = CALCULATOR_MARK.sub("", str(problem.columns.get("solution") or "")).strip()
+    text, mark, last = solution.rpartition("####")
+    # What else follows #### is a heading of Markdown.
+    if mark and "\n" not in last.strip() and any(exact_match(last, one) or numeric_equal(last, one) for one in problem.accepted):
+        solution = text.strip()
     if style == "boxed" and solution.count("\\boxed") == 1 and extract_answer(solution, "boxed") == problem.answer:
         return solution
     solution = without_places(solution)
@@ -237,6 +251,8 @@ def worked_completion(problem: Problem, style: AnswerStyle) -> str:
     if style == "xml":
         reasoning = f"<reasoning>\n{solution}\n</reasoning>\n" if solution else ""
         return f"{reasoning}<answer>\n{problem.answer}\n</answer>"
+    if style == "plain":  # where #### is for the answer alone
+        solution = re.sub(r"#{4,} ?", "", solution)
     last = f"\\boxed{{{problem.answer}}}" if style == "boxed" else f"#### {problem.answer}"
     return f"{solution}\n{last}" if solution else last
 

@@ -26,6 +26,7 @@ from groupwise.data.prompts import (
     note_on_date,
     note_on_options,
     note_on_place,
+    note_on_places,
     resolve_system,
     unknown_arguments,
 )
@@ -221,7 +222,8 @@ def _notes_on_prompts(config: Config, prompts: Sequence[Prompt], style: AnswerSt
     """What some of the training prompts show too little of."""
     if not has_answers(config.data):
         return []
-    return [note for note in (note_on_place(prompts, style), note_on_options(prompts[0])) if note]
+    notes = (note_on_place(prompts, style), note_on_places(config.prompt), note_on_options(prompts[0]))
+    return [note for note in notes if note]
 
 
 def _note_on_tools(episodes: Episodes | None) -> list[str]:
