@@ -682,6 +682,9 @@ def test_the_answer_column_stays_for_reward_functions_that_ask_for_it(tmp_path: 
         {"solution": "so \\boxed{5}"},
         {"solution": "6"},
     ]
+    worked = {"Solution": "worked", "Answer": "5"}
+    assert columns({"Problem": "q", **worked}) == [{**worked, "solution": "worked"}]
+    assert columns({"Problem": "q", "Solution": "6"}) == [{"Solution": "6", "solution": "6"}]
     assert worked_completion(Problem("", "r", "6", {"solution": "6"}), "xml") == "<answer>\n6\n</answer>", (
         "which works nothing out"
     )

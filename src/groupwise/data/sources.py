@@ -378,7 +378,7 @@ def to_problem(row: Row, columns: ColumnMap, answer_format: AnswerFormat, proble
     """The row as a problem. Raises AnswerError (reference answer) or DataError (question), naming the row.
 
     ``columns`` has the answer column as it was, by its own name, unless that is ``answer``. ``columns["solution"]`` is the worked text: the
-    row's ``solution``, or the answer column where the answer is a part of it.
+    row's ``solution`` (in any case), or the answer column where the answer is a part of it.
     """
     question = _question(row, columns.prompt)
     asked = [question] if isinstance(question, str) else [str(message["content"]) for message in question]
@@ -394,7 +394,10 @@ def to_problem(row: Row, columns: ColumnMap, answer_format: AnswerFormat, proble
     rest = {name: value for name, value in row.values.items() if name not in columns.prompt}
     if columns.answer in ("answer", "solution"):  # which mean what was read, and the worked text
         rest.pop(columns.answer, None)
-    if "solution" not in rest and (columns.answer == "solution" or texts[0].strip() != answer):
+    worked = _candidates(("solution",), [name for name in rest if name != columns.answer])
+    if worked and columns.answer != "solution":
+        rest["solution"] = rest[worked[0]]
+    elif columns.answer.lower() == "solution" or texts[0].strip() != answer:
         rest["solution"] = texts[0]
     return Problem(problem_id, question, answer, rest, tuple(also))
 
