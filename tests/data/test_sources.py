@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -474,7 +476,7 @@ def test_half_a_character_in_a_column_is_kept_by_a_prepared_folder(tmp_path: Pat
 
 def test_a_write_that_fails_leaves_the_older_set_whole(tmp_path: Path) -> None:
     class Unprintable:
-        def __str__(self) -> str:
+        def tolist(self) -> list[Any]:
             raise OSError("disk full")
 
     write_jsonl(tmp_path / "a.jsonl")
@@ -485,6 +487,22 @@ def test_a_write_that_fails_leaves_the_older_set_whole(tmp_path: Path) -> None:
         save_prepared(replace(original, train=(*original.train[:-1], broken)), str(tmp_path / "p"))
     assert load_problems(config(tmp_path / "p")).train == original.train
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "p"]
+
+
+def test_what_json_does_not_know_is_a_list_or_text_in_a_prepared_folder_or_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    original = load_problems(config(tmp_path / "a.jsonl"))
+
+    def saved(**columns: Any) -> Any:
+        last = replace(original.train[-1], columns=columns)
+        save_prepared(replace(original, train=(*original.train[:-1], last)), str(tmp_path / "p"))
+        return load_problems(config(tmp_path / "p")).train[-1].columns
+
+    known = {"x": np.arange(2000), "n": [np.float32(0.5)], "day": datetime.date(2026, 1, 2), "price": Decimal("1.50")}
+    assert saved(**known) == {"x": list(range(2000)), "n": [0.5], "day": "2026-01-02", "price": "1.50"}
+    for value, what in ([b"raw"], "it holds a bytes"), ({(1, 2): 3}, "keys must be str, .* not tuple"):
+        with pytest.raises(DataError, match=rf"problem '.*', column 'y' cannot be written as JSON \({what}\): leave the"):
+            saved(x=1, y=value)
 
 
 def test_a_damaged_prepared_folder_and_a_foreign_one_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,7 +214,7 @@ def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: 
         try:
             unfinished.chmod(0o755)  # mkdtemp makes it private
             for name, part in parts.items():
-                text = "".join(json.dumps(_row(p), ensure_ascii=False, default=str) + "\n" for p in part)
+                text = "".join(map(_line, part))
                 (unfinished / f"{name}.jsonl").write_text(text, encoding="utf-8", errors="backslashreplace")  # half a character
             (unfinished / "metadata.json").write_text(json.dumps(metadata, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             if target.exists():
@@ -230,6 +232,31 @@ def write_prepared(folder: str, parts: Mapping[Part, Sequence[Problem]], facts: 
         raise DataError(
             f"{folder!r} cannot be written ({error.strerror or error}): check the path and its permissions"
         ) from error
+
+
+def _line(problem: Problem) -> str:
+    """A problem as a line of JSON. Raises DataError naming a column that has no such form."""
+    try:
+        return json.dumps(_row(problem), ensure_ascii=False, default=_plain) + "\n"
+    except TypeError:
+        for name, value in problem.columns.items():
+            try:
+                json.dumps(value, default=_plain)
+            except TypeError as error:
+                raise DataError(
+                    f"problem {problem.id!r}, column {name!r} cannot be written as JSON ({error}): leave the column out, or make "
+                    "it text, numbers or lists of them"
+                ) from error
+        raise
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: arrays and other libraries' numbers; dates, times and decimals as text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (date, time, timedelta, Decimal)):
+        return str(value)
+    raise TypeError(f"it holds a {type(value).__name__}")
 
 
 def _row(problem: Problem) -> dict[str, object]:
