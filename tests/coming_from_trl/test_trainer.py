@@ -913,6 +913,19 @@ def test_two_functions_of_one_name_are_logged_by_their_mean(tiny_folder, prompts
     assert {f"{name}.0", f"{name}.1"} <= set(table.column_names)
 
 
+def test_a_column_goes_before_what_a_partial_has_set(tiny_folder, prompts, settings):
+    """TRL calls functions with every column."""
+    seen = []
+
+    def judge(completions, answer, **kwargs):
+        seen.extend(answer)
+        return [0.0] * len(completions)
+
+    GRPOTrainer(str(tiny_folder), partial(judge, answer="bound"), settings(max_steps=1), prompts).train()
+    assert seen
+    assert set(seen) <= set(prompts["answer"])
+
+
 def test_completions_are_written_beside_lists_of_words_and_prompts_with_calls(tiny_folder, chats, letters, settings, capsys):
     def logs(completions, log_extra, **kwargs):
         log_extra("words", [["a", "b"] for _ in completions])

@@ -83,6 +83,26 @@ def test_partials_and_callable_objects():
     assert load("p", {"p": functools.partial(base, strictness=3)}).required == ("completions",)
 
 
+def test_columns_do_not_replace_what_a_partial_has_set():
+    def judge(completions, level, **columns):
+        return [level for _ in completions]
+
+    third = functools.partial(judge, level=3)
+
+    @functools.wraps(third)
+    def decorated(**keywords):
+        return third(**keywords)
+
+    given = {"completions": ["x"], "level": ["Level 5"], "topic": ["sums"]}
+    for function in (third, functools.partial(third), decorated):
+        loaded = load("judge", {"judge": function})
+        assert loaded.select(given) == {"completions": ["x"], "topic": ["sums"]}
+        assert loaded.function(**loaded.select(given)) == [3]
+    strict = functools.partial(lambda completions, level: [level], level=3)
+    assert load("strict", {"strict": strict}).select(given) == {"completions": ["x"]}
+    assert load("third", {"third": third}, level=4).select(given)["level"] == 4, "a config's argument wins over both"
+
+
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [

@@ -93,6 +93,8 @@ class LoadedReward:
     """Keywords that the function takes; ``None`` where it has ``**kwargs`` and takes all."""
     required: tuple[str, ...] = ()
     """Keywords without a default that ``arguments`` does not supply."""
+    bound: frozenset[str] = frozenset()
+    """Keywords that a `functools.partial` has set: they win over columns, as ``arguments`` do."""
     scope: Scope = "group"
     """What one call sees."""
     timeout_s: float | None = None
@@ -129,7 +131,8 @@ class LoadedReward:
 
     def takes(self, name: str) -> bool:
         """Whether the data may supply it. Settings of a built-in function come from ``arguments`` alone, whatever columns are called."""
-        return (self.accepted is None or name in self.accepted) and (name in OFFERED or not self.built_in)
+        accepted = name not in self.bound and (self.accepted is None or name in self.accepted)
+        return accepted and (name in OFFERED or not self.built_in)
 
     def select(self, available: Mapping[str, object]) -> dict[str, object]:
         """What to call the function with: of ``available`` only what it takes, and ``arguments``, which win over columns."""
@@ -175,6 +178,7 @@ def load_reward(
         dict(config.arguments),
         accepted,
         required,
+        _bound(function),
         scope=_scope(spec, function, config.scope),
         timeout_s=config.timeout_s,
         isolate=config.isolate,
@@ -223,6 +227,16 @@ def layers(function: RewardFunction) -> list[Any]:
     while isinstance(found[-1], functools.partial):
         found.append(found[-1].func)
     return [*found, getattr(found[-1], "__call__", None)]  # noqa: B004
+
+
+def _bound(function: Any) -> frozenset[str]:
+    """Keywords that partials have set, also those inside of decorators."""
+    names: set[str] = set()
+    while function is not None:
+        if isinstance(function, functools.partial):
+            names |= function.keywords.keys()
+        function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+    return frozenset(names)
 
 
 def _require_function(spec: str, function: object) -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -140,8 +140,8 @@ class RewardFunctions:
         self.names = [_name(function) for function in self.functions]
         self.keys = [name if self.names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(self.names)]
         """Names of which no two are the same, as two lambdas' are."""
-        self._loaded = [
-            load_reward(RewardFunctionConfig(function=name, scope="batch"), {name: function})
+        self._loaded = [  # with TRL a column goes before what a partial has set
+            replace(load_reward(RewardFunctionConfig(function=name, scope="batch"), {name: function}), bound=frozenset())
             for name, function in zip(self.names, self.functions, strict=True)
         ]
         self._arguments = _Arguments("plain", form=None if episodes is None else episodes.format)
