@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.errors import RewardError
@@ -137,6 +138,12 @@ def test_each_steps_reward_is_normalised_and_clipped():
     assert (logged["steps/count_p"], logged["steps/reward_p"], logged["shaping/clipped_p"]) == (1.0, 0.5, 2 / 3)
 
 
+def test_steps_may_be_numbers_of_numpy_and_torch():
+    scores = [StepRewards(torch.tensor([1.0, 0.5]), torch.tensor([2, 5])), [(np.int64(3), np.bool_(True))]]
+    group = suite_of({"p": lambda completions: scores}).score(make_prompt(), make(2))
+    assert group.process["p"].steps == (((1, 1.0), (5, 0.5)), ((2, 1.0),))
+
+
 @pytest.mark.parametrize(
     ("score", "said"),
     [
@@ -150,6 +157,7 @@ def test_each_steps_reward_is_normalised_and_clipped():
         (StepRewards([1.0], [3], "words"), "steps in the unit 'words'"),
         ([(2, float("inf"))], "a step reward of inf instead of a finite number"),
         ([(2, "1")], "a step reward of '1' instead of a finite number"),
+        ([(2, np.ma.masked)], "a step reward of None instead of a finite number"),
         ([(2, np.float16("inf"))], r"a step reward of .*inf.* instead of a finite number of at most 1e\+12"),
         ([(2, 10**400)], "a step reward of 1000.* instead of a finite number"),
         (StepRewards(0.5, 3), "steps of 0.5 and 3 instead of two lists"),

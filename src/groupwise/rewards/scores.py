@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from groupwise.config.rewards import Normalising
 from groupwise.importing import in_one_line
@@ -65,9 +65,9 @@ def _read_steps(score: object) -> StepRewards | str | None:
     if isinstance(score, StepRewards):
         if not all(isinstance(part, Iterable) for part in (score.rewards, score.ends)):
             return f"steps of {score.rewards!r:.80} and {score.ends!r:.80} instead of two lists"
-        rewards, ends, unit = list(score.rewards), list(score.ends), score.unit
+        rewards, ends, unit = list(map(_scalar, score.rewards)), list(map(_scalar, score.ends)), score.unit
     elif isinstance(score, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in score):
-        rewards, ends, unit = [pair[1] for pair in score], [pair[0] for pair in score], "characters"
+        rewards, ends, unit = [_scalar(pair[1]) for pair in score], [_scalar(pair[0]) for pair in score], "characters"
     else:
         return None
     if len(rewards) != len(ends):
@@ -79,6 +79,13 @@ def _read_steps(score: object) -> StepRewards | str | None:
     if bad := [end for end in ends if not isinstance(end, numbers.Integral)]:
         return f"a step that ends at {bad[0]!r:.80} instead of a whole number of {unit}"
     return StepRewards([float(r) for r in rewards], [int(end) for end in ends], unit)
+
+
+def _scalar(value: object) -> Any:
+    """A number of numpy or torch as Python's; None for a masked one, which says that it is 0."""
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return None if getattr(value, "mask", False) else value.item()
+    return value
 
 
 def _is_sound(number: numbers.Real) -> bool:
@@ -192,9 +199,7 @@ def _score(score: object, member: int) -> float | StepRewards | BadResult | None
 
 
 def _number(score: object, member: int) -> float | BadResult:
-    scalar = score
-    if hasattr(score, "item") and getattr(score, "shape", None) == ():
-        scalar = None if getattr(score, "mask", False) else score.item()  # numpy's masked number says that it is 0
+    scalar = _scalar(score)
     if not isinstance(scalar, numbers.Real):
         what = f"{score!r:.80} ({type(score).__name__})"
         return BadResult("not_a_number", f"returned {what} for completion {member} instead of a number or None")
