@@ -172,7 +172,7 @@ def score(
         seeds = [seed_key(seed, scope, prompt.problem.id, 0, prompt.occurrence) for prompt, _ in batch]
         scoring = rewards.score_all(batch, more=refill > 0, seeds=seeds)
         # Graded here, where each process has only its share: math-verify may take long, and its budget is a process's.
-        return replace(scoring, metrics=scoring.metrics | _accuracy(scoring.groups, rewards.answer_style))
+        return replace(scoring, metrics=merge([scoring.metrics, _accuracy(scoring.groups, rewards.answer_style)]))
 
     if world.size > 1:
         return _exchange(world, prompts, sampled, rewards, scored)
@@ -189,7 +189,10 @@ def score(
 
 def _accuracy(groups: Sequence[Group], style: AnswerStyle) -> dict[str, Metric]:
     verdicts = [grade(c.answer, g.prompt.problem.accepted, style).strict for g in groups for c in g.completions]
-    return {"accuracy/strict": Mean.of(strict for strict in verdicts if strict is not None)}
+    return {
+        "accuracy/strict": Mean.of(strict for strict in verdicts if strict is not None),
+        "answers/unchecked": Sum(verdicts.count(None)),  # beside those on which a reward function had no verdict
+    }
 
 
 Pairs = list[tuple[int, tuple[Completion, ...]]]

@@ -14,8 +14,11 @@ import torch
 
 from groupwise.config.schema import RewardFunctionConfig, RewardsConfig
 from groupwise.data import algebra
+from groupwise.distributed import World
 from groupwise.errors import RewardError
+from groupwise.metrics import Mean, Sum
 from groupwise.rewards import RewardFailure, RewardSuite, calling
+from groupwise.rollout import Sampled, score
 from groupwise.types import Group, ToolCall, Turn
 
 from .conftest import RIGHT, make_completions, make_prompt, make_suite
@@ -571,6 +574,13 @@ def test_an_answer_that_could_not_be_checked_is_a_failure_and_not_0(name, no_ver
     assert len(scoring.groups) == 1
     assert scoring.metrics["answers/unchecked"].value == 1
     assert scoring.metrics[f"calls/failed_{name}"].value == 1
+
+
+def test_an_answer_that_only_the_accuracy_looks_at_is_counted_where_it_could_not_be_checked(no_verdict):
+    suite = RewardSuite.from_config(config({"function": "length"}), "xml")
+    sampled = Sampled([(0, tuple(make_completions(RIGHT, UNCHECKED)))], 0.0)
+    metrics = score([make_prompt("10 - x")], sampled, suite, World(), seed=0, step=1).scoring_metrics
+    assert (metrics["answers/unchecked"], metrics["accuracy/strict"]) == (Sum(1), Mean(0.0, 1))
 
 
 def test_a_step_begins_with_a_new_budget(no_verdict):

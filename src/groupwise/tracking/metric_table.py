@@ -35,7 +35,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "calls/killed_<component>": ("count", "Processes of one isolated function that were killed or died."),
     "answers/unchecked": (
         "count",
-        "Answers on which math-verify gave no verdict (rewards.on_error).",
+        "Answers on which math-verify gave no verdict (rewards.on_error); accuracy/strict leaves them out.",
     ),
     "accuracy/strict": ("share", "Completions of the step whose answer is right in the place asked for."),
     "accuracy/format": ("share", "Completions of the step in exactly the form asked for."),
