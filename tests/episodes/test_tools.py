@@ -194,6 +194,24 @@ def test_whatever_happens_the_policy_is_told_in_text(toolbox: Toolbox, asked: As
     assert call.name == asked.name
 
 
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        ('search("sea", 2)', '["sea", "sea"]'),
+        ('search("sea", limit=1)', '["sea"]'),
+        ('search("a", 1, 2)', "error: 3 arguments are too many"),
+        ('search("x", query="y")', "error: the argument query is given by position and by name"),
+        ("search(2024, 2)", '["2024, 2", '),
+        ('search("sea" or land)', '["\\"sea\\" or land", '),
+        ("calculator(1,234)", "1234"),
+        ("calculator(12)", "12"),
+    ],
+)
+def test_arguments_in_tags_are_one_text_only_where_they_can_be_nothing_else(toolbox: Toolbox, call: str, result: str) -> None:
+    (asked,) = FORMATS["tags"].read(f"<call>{call}</call>")
+    assert toolbox.call(asked).result.startswith(result)
+
+
 def test_a_megabyte_is_cut_and_says_so(toolbox: Toolbox) -> None:
     call = toolbox.call(Asked("returns", {"kind": "megabyte"}))
     assert call.failure is None

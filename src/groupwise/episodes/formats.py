@@ -74,7 +74,7 @@ class Tags:
 
     native, openings = False, ("<call>",)
     _CALL = re.compile(r"<call>(.*?)(</call>|\Z)", re.DOTALL)
-    _PARTS = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
+    _PARTS = re.compile(r"\s*([\w.-]+)\s*\((.*)\)\s*", re.DOTALL)
 
     def read(self, text: str) -> list[Asked]:
         return [self._one(found[1], bool(found[2])) for found in self._CALL.finditer(after_thoughts(text, self.openings[0]))]
@@ -189,7 +189,7 @@ class WholeTurn:
 
     native, openings = True, ("{", "```")
     _OBJECT = re.compile(r"\s*(?:```(?:json)?\s*(\{.*\})\s*```|(\{.*))\s*", re.DOTALL)
-    _MEANT = re.compile(r'\{\s*"name"\s*:\s*"\w*"\s*,\s*"arguments"\s*:')
+    _MEANT = re.compile(r'\{\s*"name"\s*:\s*"[\w.-]*"\s*,\s*"arguments"\s*:')
 
     def read(self, text: str) -> list[Asked]:
         if (whole := self._OBJECT.fullmatch(text)) is None:

@@ -147,10 +147,10 @@ class Toolbox:
 
 
 def arguments_by_name(tool: Tool, asked: Asked) -> dict[str, Any]:
-    """Those of a call as it was written. Raises ValueError where they cannot be read, or are too many."""
+    """Those of a call as it was written. Raises ValueError where they cannot be read, are too many, or one is given twice."""
     given = dict(asked.arguments)
     if asked.text and not given:
-        quoted = len(asked.positions) == 1 and isinstance(asked.positions[0], str)
+        quoted = bool(asked.positions) and isinstance(asked.positions[0], str)
         if not quoted and (name := _only_text(tool)) is not None:
             return {name: asked.text}
         if not asked.positions:
@@ -159,6 +159,8 @@ def arguments_by_name(tool: Tool, asked: Asked) -> dict[str, Any]:
         names = tool.parameters
         if len(asked.positions) > len(names):
             raise ValueError(f"{len(asked.positions)} arguments are too many")
+        if twice := [name for name in names[: len(asked.positions)] if name in given]:
+            raise ValueError(f"the argument {twice[0]} is given by position and by name")
         given = dict(zip(names, asked.positions, strict=False)) | given
     return given
 
