@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import random
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from test_driver import PLENTY, Scripted, episodes_of, prompt_of
 
@@ -269,6 +271,7 @@ def failing(kind: str) -> type:
             return {
                 "pair": ("a", 1.0), "bytes": (b"x", 0.0, False, {}), "word": ("a", "much", False, {}),
                 "huge": ("a", 10**400, False, {}), "infinite": ("a", -math.inf, False, {}),
+                "tensor": ("a", torch.zeros(2), False, {}), "over": ("a", 0.0, torch.zeros(2), {}),
             }[kind]  # fmt: skip
 
     return Failing
@@ -284,6 +287,8 @@ def failing(kind: str) -> type:
         ("word", "environment_error", "error: step returned ('a', 'much', False, {}), but"),
         ("huge", "environment_error", "error: step returned ('a', 1000"),
         ("infinite", "environment_error", "error: step returned ('a', -inf, False, {}), but it must return"),
+        ("tensor", "environment_error", "error: step returned ('a', tensor([0., 0.]), False, {}), but it must return"),
+        ("over", "environment_error", "error: step returned ('a', 0.0, tensor([0., 0.]), {}), but it must return"),
     ],
 )
 def test_an_environment_that_fails_ends_its_episode_without_a_reward(tokenizer, kind, reason, why):
@@ -296,7 +301,17 @@ def test_an_environment_that_fails_ends_its_episode_without_a_reward(tokenizer, 
     assert environment_reward(["x"], environment_reward=[completion.reward]) == [None]
 
 
-@pytest.mark.parametrize("reward", [ZeroDivisionError(), "much", pytest.param(10**400, id="huge"), math.nan, -math.inf])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        ZeroDivisionError(),
+        "much",
+        pytest.param(10**400, id="huge"),
+        math.nan,
+        -math.inf,
+        pytest.param(torch.zeros(2), id="tensor"),
+    ],
+)
 def test_a_reward_that_fails_is_none(tokenizer, reward):
     class Unfair(Counter):
         def get_reward(self) -> float:
@@ -438,6 +453,44 @@ def test_the_check_before_a_run_does_not_judge_an_environment_by_texts(function,
     assert not [finding for finding in findings if finding.severity == "critical"]
     assert "?" in prepared.train_prompts[0].text
     assert " (" in prepared.train_prompts[0].text, "what reset says is in the prompt"
+
+
+COUNTS = '''
+import os
+
+
+class Counts:
+    """The eleventh reset says more than fits."""
+
+    def reset(self, **row):
+        with open({path!r}, "a") as resets:
+            resets.write(".")
+        return " x" * (300 if os.path.getsize({path!r}) == 11 else 1)
+
+    def step(self, text):
+        return None, 1.0, True, {{}}
+'''
+
+
+@pytest.mark.parametrize("on_long_prompt", ["error", "drop"])
+def test_a_row_is_reset_when_a_step_needs_it_unless_long_ones_are_dropped(on_long_prompt, tmp_path):
+    (tmp_path / "counts.py").write_text(COUNTS.format(path=str(tmp_path / "resets")))
+    rows = [{"question": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(50)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepare(tiny_config(
+        write_tiny_llama(tmp_path / "model"), tmp_path / "rows.jsonl",
+        data={"holdout": 0, "on_long_prompt": on_long_prompt},
+        rollout={"environment": f"{tmp_path / 'counts.py'}:Counts", "prompts_per_step": 2},
+        rewards={"functions": [{"function": "environment"}]},
+    ))  # fmt: skip
+    resets = (tmp_path / "resets").stat().st_size
+    if on_long_prompt == "drop":
+        assert resets >= 50
+        assert len(prepared.train_prompts) == 49
+    else:
+        assert resets <= 2, "the first prompt, and the one whose question is the longest"
+        with pytest.raises(DataError, match="tokens, more than the 248 allowed"):
+            list(prepared.train_prompts)
 
 
 def test_an_environment_is_closed_when_its_episode_is_over(tokenizer):

@@ -92,6 +92,15 @@ def test_a_session_is_an_episode(tokenizer, sessions):
     assert all(session.closed for session in sessions), "the server has room again"
 
 
+def test_a_row_without_one_of_its_columns_is_told_and_a_question_alone_begins_no_such_episode(sessions):
+    environments = Environments({None: Adder}, 20.0)
+    assert environments.needs_a_row()
+    assert not Environments({None: type("Free", (Adder,), {"columns": ()})}, 20.0).needs_a_row()
+    with pytest.raises(TrainingError, match="the row has no column 'start', which Adder.columns names"):
+        environments.opening(Problem("p", "?", ""))
+    assert not sessions
+
+
 def test_without_the_package_the_run_does_not_begin(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
     with pytest.raises(TrainingError, match=r"pip install 'groupwise\[openenv\]'"):

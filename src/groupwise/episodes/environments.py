@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from groupwise.episodes.formats import CallFormat
+from groupwise.episodes.openenv import OpenEnv
 from groupwise.episodes.tools import Tool, Toolbox, as_text, describe, shortened
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.importing import import_member, in_one_line
@@ -81,7 +82,7 @@ class ToolUse:
     def reward(self, unheard: Completion | None) -> float | None:
         judge = getattr(self.environment, "get_reward", None)
         try:
-            return None if judge is None else float(call_with_limit(judge, {}, self.toolbox.timeout_s))
+            return None if judge is None else _number(call_with_limit(judge, {}, self.toolbox.timeout_s))
         finally:
             let_go(self.environment, self.toolbox.timeout_s)
 
@@ -98,6 +99,12 @@ class Steps:
         step = self.environment.step
         try:
             taken = call_with_limit(partial(step, turn.text), {}, self.timeout_s)
+        except CallTimedOut:
+            why = f"step did not answer within {self.timeout_s:g} seconds"
+            return Reply(ended="timeout", calls=(failed_call("timed_out", why),))
+        except CallRaised as raised:
+            return Reply(ended="environment_error", calls=(failed_call("raised", str(raised)),))
+        try:
             observation, reward, done, _ = taken
             reward = None if reward is None else float(reward)
             if reward is not None and not math.isfinite(reward):
@@ -105,18 +112,21 @@ class Steps:
             if done:
                 return Reply(ended="stop", reward=reward)
             return Reply(("" if observation is None else as_text(observation, "step"),), reward=reward)
-        except CallTimedOut:
-            why = f"step did not answer within {self.timeout_s:g} seconds"
-            return Reply(ended="timeout", calls=(failed_call("timed_out", why),))
-        except CallRaised as raised:
-            return Reply(ended="environment_error", calls=(failed_call("raised", str(raised)),))
-        except (OverflowError, TypeError, ValueError):
+        except Exception:  # of any type: a tensor of two numbers, which is no reward, raises RuntimeError
             why = f"step returned {taken!r:.80}, but it must return (observation, reward, done, info) with a finite reward"
             return Reply(ended="environment_error", calls=(failed_call("raised", why),))
 
     def reward(self, unheard: Completion | None) -> float | None:
         let_go(self.environment, self.timeout_s)
         return 0.0  # its turns have theirs; a policy that never finished one earned nothing
+
+
+def _number(reward: Any) -> float:
+    """Raises ValueError for what is none, also where converting it raises something else, as a tensor of two numbers does."""
+    try:
+        return float(reward)
+    except Exception as error:
+        raise ValueError(in_one_line(error)) from error
 
 
 class ResetFailed(TrainingError):
@@ -255,7 +265,9 @@ class Environments:
         parameters = inspect.signature(probe.reset).parameters.values()
         self.done_with(probe)
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return any(p.default is p.empty and p.kind in named and p.name not in ("prompt", "seed") for p in parameters)
+        needed = {p.name for p in parameters if p.default is p.empty and p.kind in named}
+        needed.update(probe.columns if isinstance(probe, OpenEnv) else ())
+        return not needed <= {"prompt", "seed"}
 
     def opening(self, problem: Problem) -> tuple[str | None, Sequence[Tool]]:
         """What ``problem`` begins with, and the tools there: from an instance that plays nothing. Where its ``reset`` fails another one is

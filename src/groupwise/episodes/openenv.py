@@ -16,7 +16,8 @@ __all__ = ["OpenEnv"]
 class OpenEnv(ABC):
     """An episode on the server at ``url``. Derive from it, and say what action a turn of the policy is.
 
-    A server must let as many sessions be open as a step has completions, and one more.
+    A server must let as many sessions be open as a step has completions, or an evaluation (``evaluation.problems`` x ``samples``)
+    if that is more, and one more for each process.
     """
 
     url: ClassVar[str]
@@ -35,8 +36,13 @@ class OpenEnv(ABC):
         return json.dumps(held, ensure_ascii=False) if held else None
 
     def reset(self, seed: int, **row: Any) -> str | None:
-        """Begins an episode, in a session of its own. Raises ConfigError where the package openenv is not installed."""
+        """Begins an episode, in a session of its own. Raises ConfigError for a row that lacks one of ``columns``, and where the
+        package openenv is not installed."""
         self.close()
+        if missing := [name for name in self.columns if name not in row]:
+            raise ConfigError(
+                f"the row has no column {missing[0]!r}, which {type(self).__name__}.columns names: add it, or take it out there"
+            )
         self._client = _open(self.url)
         return self.observed(self._client.reset(seed=seed, **{name: row[name] for name in self.columns}).observation)
 

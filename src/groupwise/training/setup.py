@@ -116,7 +116,7 @@ class Prepared:
     """With ``training.steps`` in place of ``training.epochs``."""
     problems: ProblemSet
     train_prompts: LazyPrompts
-    """Rendered on demand; each is known to leave room for a completion."""
+    """Rendered on demand; each leaves room for a completion. With an environment that is checked when one is rendered."""
     held_out_prompts: list[Prompt]
     """At most ``evaluation.problems`` of them."""
     rewards: RewardSuite
@@ -322,8 +322,9 @@ def _fitting(
 ) -> LazyPrompts:  # fmt: skip
     """The problems whose prompts have at most ``limit`` tokens, as lazy prompts.
 
-    Raises DataError for one that is longer (or, with ``data.on_long_prompt`` drop, where none is left). An agent's prompt needs a run of
-    its program, so each is only measured when it is rendered, unless long ones are to be dropped.
+    Raises DataError for one that is longer (or, with ``data.on_long_prompt`` drop, where none is left). A prompt with an
+    environment needs a reset of it, or a run of the agent's program: each is only measured when it is rendered, unless long ones
+    are to be dropped.
     """
 
     def render_short(problem: Problem) -> Prompt:
@@ -332,7 +333,7 @@ def _fitting(
 
     if not problems:
         return LazyPrompts(problems, render_one)
-    if config.rollout.command is not None and config.data.on_long_prompt == "error":
+    if config.rollout.environment is not None and config.data.on_long_prompt == "error":
         return LazyPrompts(problems, render_short, start_together)
     everything = LazyPrompts(problems, render_one, start_together)
     # What an environment says at the start may be of any length.
