@@ -174,6 +174,12 @@ def test_a_result_cannot_end_its_turn(tokenizer):
     assert "I obey." in tokenizer.decode(given)
 
 
+def test_an_end_token_that_the_tokenizer_lacks_is_no_text(tokenizer):
+    template = TurnTemplate(tokenizer, [*ends_of(tokenizer), 10**6])
+    assert template.harmless("x") == "x"
+    assert template.given(["42"]) == TurnTemplate(tokenizer, ends_of(tokenizer)).given(["42"])
+
+
 def test_a_template_without_tools_is_given_results_as_the_users_words(qwen_tokenizer):
     refuses = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + (
         "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"

@@ -42,10 +42,11 @@ class TurnTemplate:
         self.tokenizer, self._arguments = tokenizer, dict(arguments or {})
         self._has_tool_use = native and isinstance(tokenizer.chat_template, Mapping) and "tool_use" in tokenizer.chat_template
         self._end_ids = tuple(end_token_ids)
-        self._ends = [tokenizer.decode([token]) for token in end_token_ids]
+        # An end token that the tokenizer does not have is no text.
+        self._ends = [end for token in end_token_ids if (end := tokenizer.decode([token]))]
         # Not all have a role: those of a header may be marked in the table of added tokens alone.
         marked = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
-        self._special = sorted({*tokenizer.all_special_tokens, *marked, *self._ends}, key=len, reverse=True)
+        self._special = sorted({*tokenizer.all_special_tokens, *marked, *self._ends} - {""}, key=len, reverse=True)
         self.role = "tool" if self._knows_tools() else "user"
         """The role of a tool's result. A template that does not know tools is given it as the user's words."""
         self._ended([{"role": self.role, "content": ""}])
@@ -115,7 +116,7 @@ class TurnTemplate:
     def _ended(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         """The end token of the policy's turn, and what stands after it."""
         after = self._after(messages)
-        ended = next((end for end in self._ends if end and after.startswith(end)), None)
+        ended = next((end for end in self._ends if after.startswith(end)), None)
         if ended is None:
             raise ModelError(
                 f"the chat template writes {after[:20]!r} after a turn of the policy, and no end token of the model "
