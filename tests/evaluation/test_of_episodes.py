@@ -98,6 +98,13 @@ def test_success_is_what_the_environment_gave_and_its_failures_are_none():
     assert only_broken["episodes"]["environment_failed"] == 1.0
 
 
+def test_what_a_failed_environment_leaves_is_no_call_of_the_policy():
+    broken = episode(calls=(FINE,), reason="environment_error")
+    died = replace(broken.turns[-1], calls=(ToolCall("step", {}, "error: gone", "raised"),))
+    counted = figures(records(replace(broken, turns=(*broken.turns[:-1], died)), episode(calls=(RAISED,))))["episodes"]
+    assert (counted["calls"], counted["failed_calls"]) == (1, 1 / 2)
+
+
 def test_of_an_environment_that_gives_no_reward_one_failure_of_three_is_a_third():
     counted = figures(records(episode(), episode(), episode(reason="environment_error")))["episodes"]
     assert counted["environment_failed"] == pytest.approx(1 / 3)

@@ -161,6 +161,11 @@ def test_length_falls_linearly_and_is_bounded():
         length(["a"], unit="tokens")
 
 
+def test_length_in_tokens_of_an_episode_is_that_of_the_policy_s_last_turn():
+    episode = [{"role": role, "tokens": tokens} for role, tokens in (("assistant", 3), ("tool", 50), ("assistant", 7))]
+    assert length(["a"] * 2, completion_ids=[[1] * 60, [1] * 7], turns=[episode, []], target=7, unit="tokens") == [0.0, 0.0]
+
+
 def test_length_in_words_that_stops_paying_is_the_tutorials_reward_less_1():
     texts = ["", "three words\nhere", " ".join(["a"] * 25), " ".join(["a"] * 100), " ".join(["a"] * 900)]
     tutorials = [min(len(text.split()) / 100, 1.0) for text in texts]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from groupwise.errors import DataError
 from groupwise.evaluation.records import vote
 from groupwise.metrics import Z, wilson_interval
+from groupwise.types import FAILURES
 
 __all__ = [
     "by_problem",
@@ -109,7 +110,7 @@ def of_episodes(records: Sequence[Record]) -> dict[str, float]:
     shares of the calls (absent without any); ``sampled_tokens`` and ``given_tokens``, which add up to a completion's length;
     ``reward`` of the environment, and ``environment_failed``, the share of episodes in which it failed, where there is an environment.
     """
-    calls = [call for record in records for turn in record["turns"] for call in turn["calls"]]
+    calls = [call for record in records for call in _own_calls(record)]
     tokens = [(turn["tokens"], turn["role"] == "assistant") for record in records for turn in record["turns"]]
     result = {
         "turns": sum(own for _, own in tokens) / len(records),
@@ -127,6 +128,12 @@ def of_episodes(records: Sequence[Record]) -> dict[str, float]:
         if known:
             result["reward"] = math.fsum(known) / len(known)
     return result
+
+
+def _own_calls(record: Record) -> list[Mapping[str, Any]]:
+    """Those that the policy made: the last one of an episode whose environment failed says how it did."""
+    calls = [call for turn in record["turns"] for call in turn["calls"]]
+    return calls[:-1] if record["finish_reason"] in FAILURES else calls
 
 
 def turns_interval(records: Sequence[Record]) -> tuple[float, float] | None:

@@ -64,6 +64,7 @@ def length(
     unit: Literal["characters", "words", "tokens"] = "characters",
     bounded: bool = True,
     penalise_longer: bool = True,
+    turns: Sequence[Sequence[Mapping[str, object]]] | None = None,
     **_: object,
 ) -> list[float]:
     """How near a completion's length is to `target`: 0 on the spot, falling linearly to -1 for an empty one or twice the target.
@@ -71,6 +72,7 @@ def length(
     `-min(1, |length - target| / target)`: longer ones stay at -1, so that one endless completion does not hide the differences
     within its group. `bounded: false` is the plain distance, `-|length - target|`, which has no lower end. With `penalise_longer: false`
     whatever reaches the target scores 0: `min(length / target, 1) - 1`. Words stand between blanks; tokens include the stop token.
+    Of an episode the policy's last turn is measured, in each unit.
 
     >>> length(["a" * 25, "a" * 100], target=20)
     [-0.25, -1.0]
@@ -86,12 +88,17 @@ def length(
     if unit == "tokens":
         if completion_ids is None:
             raise RewardError("length counts tokens only where completion_ids are given; use unit='characters'")
-        sizes = [len(ids) for ids in completion_ids]
+        sizes = [_last_tokens(ids, one) for ids, one in zip(completion_ids, turns or [()] * len(completion_ids), strict=True)]
     else:
         texts = [text_of(completion) for completion in completions]
         sizes = [len(text.split()) if unit == "words" else len(text) for text in texts]
     distances = [abs(size - target) if penalise_longer else max(0, target - size) for size in sizes]
     return [0.0 - (min(1.0, distance / target) if bounded else distance) for distance in distances]
+
+
+def _last_tokens(ids: Sequence[int], turns: Sequence[Mapping[str, object]]) -> int:
+    """Tokens of the policy's last turn, whose words ``text_of`` gives."""
+    return next((cast(int, turn["tokens"]) for turn in reversed(turns) if turn["role"] == "assistant"), len(ids))
 
 
 def overlong(
