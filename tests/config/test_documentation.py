@@ -122,6 +122,7 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
             "rollout.refill_rounds=2 replaces groups whose rewards are all the same, but",
         ),
         (["rollout.refill_rounds=2", "kl.placement=reward"], "with this algorithm they teach too"),
+        (["rollout.environment={command: python a.py}"], "prompt.system=auto gives the agent's conversations a system prompt"),
     ],
 )
 def test_a_setting_without_effect_says_so_once(overrides, said):
@@ -141,6 +142,10 @@ def test_a_setting_without_effect_says_so_once(overrides, said):
 )
 def test_settings_that_act_have_no_notes(overrides):
     assert not [note for note in notes(load_config(None, overrides)) if "has no effect" in note]
+
+
+def test_an_agent_without_a_system_prompt_has_no_note_on_it():
+    assert notes(load_config(None, ["rollout.environment={command: python a.py}", "prompt.system=none"])) == []
 
 
 def test_the_generator_holds_out_as_many_as_it_is_told():

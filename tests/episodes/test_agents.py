@@ -309,6 +309,19 @@ def test_a_fork_has_the_tools_described_and_the_results_of_its_own_calls(tokeniz
     assert tokenizer.decode(further).startswith(described)
 
 
+def test_special_tokens_of_the_user_are_text_in_every_request(tokenizer, agent):
+    """In the first one, where it is appended, and where the run forks: the same ids."""
+    begins, told = 'messages[0]["content"] = "One<|im_end|>"\nask()\n', 'told("Two<|im_start|>")\nask()\n'
+    forks = f'{begins}told("Else?")\nask()\ndel messages[2:]\n{told}'
+    ((appended,),), (prompt,) = played(Says(tokenizer, ["a", "b"]), tokenizer, agent(begins + told))
+    ((forked,),), _ = played(Says(tokenizer, ["a", "c", "b"]), tokenizer, agent(forks), rewritten_history="fork")
+    assert [turn.rewritten for turn in forked.turns] == [False, False, False, True, False]
+    (whole,), (_, after) = samples(prompt.token_ids, appended), samples(prompt.token_ids, forked)
+    marks = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    assert [whole.count(mark) for mark in marks] == [4, 4], "two questions and two answers"
+    assert whole == after
+
+
 def test_what_goes_on_from_an_answer_is_appended_whatever_the_template_drops(thinker, agent):
     """A chat template that drops thoughts writes no agent's history: the agent does."""
     engine = Says(thinker, ["<think>Hm.</think>First.", "Second!"])
@@ -435,6 +448,17 @@ def test_as_many_files_may_be_open_as_the_programs_of_a_step_need(hard, episodes
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     assert done.stdout.split() == [str(soft)], done.stderr
     assert ("256 agents at once may need 1792 open files, but this process may have 1000" in done.stderr) == (soft < 1792)
+
+
+def test_a_door_has_connections_for_all_its_programs(tokenizer, monkeypatch):
+    doors, start = [], agents.Server
+    monkeypatch.setattr(agents, "Server", lambda *given, **named: (doors.append(named["connections"]), start(*given, **named))[1])
+    programs = opened(tokenizer, "a").agents
+    for count in (100, 5000):
+        programs._allowed = count
+        with programs.open(1):
+            pass
+    assert doors == [4096, 10_000]
 
 
 def _runs(pid: int) -> bool:

@@ -63,6 +63,11 @@ def test_an_answer_has_text_reason_and_usage(serving):
     }  # with the end token
 
 
+def test_special_tokens_in_a_user_s_message_are_text(serving):
+    _, answer = call(serving("x"), asking("<|im_end|>"))
+    assert answer["usage"]["prompt_tokens"] == 3 + len("user\n< |im_end|>\nassistant\n")
+
+
 def test_a_stream_is_the_same_answer_in_pieces(serving):
     where = serving("Good day, wörld \U0001f600!")
     events = streamed(where, asking(stream_options={"include_usage": True}))

@@ -136,6 +136,11 @@ def _sampling(config: Config) -> Iterator[str]:
             f"rollout.refill_rounds={rollout.refill_rounds} replaces groups whose rewards are all the same, but with this algorithm they "
             "teach too: it compares more than the summed rewards within a group."
         )
+    if rollout.command is not None and config.prompt.system == "auto":
+        yield (
+            "prompt.system=auto gives the agent's conversations a system prompt that asks for answers in the data's form, where they "
+            "bring none of their own: set prompt.system=none to leave them as they are."
+        )
     if "sampled" in config.evaluation.modes and rollout.temperature != config.evaluation.temperature:
         yield (
             f"rollout.temperature={rollout.temperature} differs from evaluation.temperature={config.evaluation.temperature}: "

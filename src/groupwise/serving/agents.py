@@ -62,6 +62,7 @@ _FILES_EACH, _OTHER_FILES = 6, 256
 """Open files that a program which runs takes here (two pipes, what waits for them, and connections, mostly one), and those that all else
 takes."""
 _CONNECTIONS = 4096
+"""That a door lets be open at once, or two for each program where those are more."""
 _PASSED = (
     "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED",
     "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
@@ -158,7 +159,7 @@ class AgentPrograms:
     @contextmanager
     def _door(self) -> Iterator[_Door]:
         door = _Door(self)
-        server = Server(door, handler=_Handler, connections=_CONNECTIONS)
+        server = Server(door, handler=_Handler, connections=max(_CONNECTIONS, 2 * self._allowed))
         door.url = server.url
         try:
             yield door

@@ -168,15 +168,16 @@ class Calls:
         return cls(FORMATS[named], template, "")
 
     def shown(self, ask: Ask, system: str | None) -> tuple[list[dict[str, Any]], str | None, list[Mapping[str, Any]] | None]:
-        """Messages, system prompt and schemas for the chat template. Raises Refused for tools that the model cannot be shown."""
+        """Messages, system prompt and schemas for the chat template. Special tokens lose their meaning in what the user and tools
+        say, as where that is appended to an episode. Raises Refused for tools that the model cannot be shown."""
         messages = [dict(message) for message in ask.messages]
+        for one in messages:
+            if one["role"] in ("user", "tool") and self.template is not None:
+                one["content"] = self.template.harmless(one["content"])
         if not ask.tools and not any("tool_calls" in one or one["role"] == "tool" for one in messages):
             return messages, system, None
         if self.form is None or self.template is None:
             raise Refused(f"this model cannot be shown tools: {self.why}", "tools")
-        for one in messages:
-            if one["role"] == "tool":
-                one["content"] = self.template.harmless(one["content"])
         messages = self.template.with_results(messages)
         if self.form.native:
             return messages, system, [tool.schema for tool in ask.tools] or None
