@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shutil
 import sys
 import weakref
@@ -36,6 +37,7 @@ from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
 from groupwise.trl.outputs import CompletionLog, summary_in
 from groupwise.trl.parts import GivenOptimizer, check_frozen
 from groupwise.trl.rewards import combine
+from groupwise.trl.steps import EntropyControl
 from tests.tiny import write_tiny_mixture
 
 NAMES = {
@@ -359,6 +361,41 @@ def test_a_generation_that_is_sampled_again_is_counted_once(load_tiny, prompts, 
     resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-3"))
     assert resumed.state.global_step == 4
     assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen > 0
+
+
+def test_a_trainer_that_resumes_forgets_the_steps_that_it_made_itself(load_tiny, prompts, letters, settings):
+    args = settings(max_steps=3, save_strategy="steps", save_steps=1)
+    trainer = GRPOTrainer(load_tiny(), letters, args, prompts)
+    trainer.train()
+    *_, last, _ = trainer.state.log_history
+    trainer.train(resume_from_checkpoint=str(Path(args.output_dir) / "checkpoint-2"))
+    *_, again, _ = trainer.state.log_history
+    assert last["step"] == 3
+    assert again | {"step_time": 0} == last | {"step_time": 0}
+
+
+def test_what_reward_functions_draw_is_drawn_again_by_a_resumed_run(load_tiny, prompts, settings, tmp_path):
+    def drawn(completions, **kwargs):
+        return [random.random() + np.random.rand() + float(torch.rand(())) for _ in completions]
+
+    def rewards(name, checkpoint=None):
+        args = settings(output_dir=str(tmp_path / name), max_steps=4, save_strategy="steps", save_steps=2)
+        trainer = GRPOTrainer(load_tiny(), drawn, args, prompts)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return [row["reward"] for row in trainer.state.log_history if "loss" in row]
+
+    whole = rewards("whole")
+    assert len(set(whole)) == 4
+    assert rewards("resumed", str(tmp_path / "whole" / "checkpoint-2")) == whole
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "last", "coefficient"), [(False, math.inf, 0.3), (False, 1.5, 0.3), (True, math.inf, 0.3), (True, 1.5, 0.1)]
+)
+def test_the_entropy_s_coefficient_goes_on_where_both_runs_adapt_it(settings, adaptive, last, coefficient):
+    control = EntropyControl(settings(entropy_coef=0.3, use_adaptive_entropy=adaptive))
+    control.load_checkpoint_state({}, {"entropy_coef": 0.1, "last_world_entropy": last})
+    assert control.coef == coefficient
 
 
 def test_the_newest_checkpoint_is_found_and_none_is_said(tiny_folder, prompts, letters, settings):
@@ -770,6 +807,19 @@ def test_each_trainer_of_a_trained_adapter_has_it_as_its_reference_as_it_is_then
         trainer.train()
         first, second = (row["kl"] for row in trainer.state.log_history if "loss" in row)
         assert abs(first) < 1e-6 < second
+
+
+def test_an_adapter_of_another_kind_that_comes_trained_is_its_own_reference(load_tiny, prompts, letters, settings):
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = peft.get_peft_model(load_tiny(), config)
+    trainer = GRPOTrainer(model, letters, settings(beta=0.1, learning_rate=1e-2), prompts)
+    trainer.train()
+    first, second = (row["kl"] for row in trainer.state.log_history if "loss" in row)
+    assert abs(first) < 1e-6 < second
 
 
 def test_an_adapter_of_the_script_s_own_is_not_overwritten_by_the_reference(trained_adapter, prompts, letters, settings):

@@ -202,9 +202,11 @@ def test_accelerate_launches_it(way, tiny_folder, tmp_path):
     ]
     if way != "ddp":
         cases.append(case_of("resumed", tiny_folder, tmp_path, saving, resume=str(tmp_path / "whole" / "checkpoint-2")))
-        cases.append(case_of("one", tiny_folder, tmp_path, {}, resume=str(tmp_path / "whole" / "checkpoint-2")))
-        cases[-1]["arguments"] |= {**saving, "per_device_train_batch_size": 8}
-    (tmp_path / "spec.json").write_text(json.dumps(cases[:3]))
+        if find_spec("peft"):
+            cases.append(case_of("adapter", tiny_folder, tmp_path, saving, adapter=True))
+            resume = str(tmp_path / "adapter" / "checkpoint-2")
+            cases.append(case_of("adapter resumed", tiny_folder, tmp_path, saving, adapter=True, resume=resume))
+    (tmp_path / "spec.json").write_text(json.dumps(cases))
     config = HERE.parents[1] / "launch" / f"{way}-cpu.yaml"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}
@@ -221,8 +223,12 @@ def test_accelerate_launches_it(way, tiny_folder, tmp_path):
     assert_same_weights(weights(tmp_path / "alone"), weights(tmp_path / "whole"))
     if way != "ddp":
         assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
-        run_case(**cases[3])
+        one = {**saving, "per_device_train_batch_size": 8}
+        run_case(**case_of("one", tiny_folder, tmp_path, one, resume=str(tmp_path / "whole" / "checkpoint-2")))
         assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "one"))
+    if any(case["name"] == "adapter resumed" for case in cases):  # whose reference is still the model without an adapter
+        logs = [found(tmp_path / name)["log"] for name in ("adapter", "adapter resumed")]
+        assert_same_log(*([row for row in log if "loss" in row] for log in logs))
 
 
 def test_what_the_launcher_asks_for_and_is_not_honoured_is_said(monkeypatch):

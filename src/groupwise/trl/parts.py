@@ -446,10 +446,11 @@ def check_frozen(model: Any, given: torch.optim.Optimizer | None) -> None:
 
 
 def make_parts(
-    policy: Policy, config: Config, world: World, own_optimizer: bool, needs_reference: bool, episodes: ScriptEpisodes | None
-) -> tuple[Scorer, Sharding, Engine]:
+    policy: Policy, config: Config, world: World, own_optimizer: bool, needs_reference: bool, episodes: ScriptEpisodes | None,
+    came_adapted: bool = False,
+) -> tuple[Scorer, Sharding, Engine]:  # fmt: skip
     """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
-    what learns; the sampler works on the same memory either way."""
+    what learns; the sampler works on the same memory either way. ``came_adapted``: the script's model had its adapter already."""
     where = (policy.model.config, policy.model.dtype, resolve_device(config.model.device))
     choices = world.on_rank0(lambda: check_fast_paths(*where))
     take(*where, choices)
@@ -461,7 +462,9 @@ def make_parts(
         return scorer, Replicas(scorer, world), DealtEngine(engine, world, in_order)
     for notice in filter(None, (choice.notice for choice in choices)) if world.is_first else ():
         log.warning(notice)
-    given = is_adapted(policy.model) and any(p.abs().sum() > 0 for n, p in policy.model.named_parameters() if "lora_B" in n)
+    # Low-rank factors show whether they were trained. Another kind may have been.
+    trained = [bool(p.abs().sum() > 0) for n, p in policy.model.named_parameters() if "lora_B" in n]
+    given = any(trained) if trained else came_adapted
     aside = loading_device(config, world)
     if aside is not None and not is_adapted(policy.model):
         tie_as_first(policy.model, world)

@@ -257,8 +257,9 @@ class EntropyControl:
         return {}, {"entropy_coef": self.coef, "last_world_entropy": self.last_entropy}
 
     def load_checkpoint_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restore what ``checkpoint_state`` gave."""
-        self.coef, self.last_entropy = float(values["entropy_coef"]), float(values["last_world_entropy"])
+        """Restore what ``checkpoint_state`` gave where both runs adapt the coefficient; else it is what the arguments say now."""
+        if self.args.use_adaptive_entropy and math.isfinite(last := float(values["last_world_entropy"])):
+            self.coef, self.last_entropy = float(values["entropy_coef"]), last
 
 
 def micro_step_numbers(found: Mapping[str, Metric], skipped: Mean, loss_type: str) -> dict[str, float]:

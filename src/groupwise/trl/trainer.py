@@ -25,12 +25,13 @@ from groupwise.config.schema import ModelConfig
 from groupwise.distributed import join_world
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.metrics import Mean, Metric
-from groupwise.models.adapters import is_adapted, load_adapter
+from groupwise.models.adapters import is_adapted
 from groupwise.models.load import Policy, load_policy
 from groupwise.rollout import rollout_settings
 from groupwise.streams import tolerate_broken_pipe
 from groupwise.training.learner import BatchPass, Learner
 from groupwise.training.optimizer import MasterAdamW
+from groupwise.training.seeds import seed_generators
 from groupwise.training.sharding import loading_device
 from groupwise.training.sharding.divided import Divided
 from groupwise.trl import checkpoint as checkpoints
@@ -223,7 +224,8 @@ class GRPOTrainer(Outputs):
 
     @for_all
     def _make(self, checkpoint: Path | None = None) -> None:
-        """Policy, sampler and learner. ``checkpoint``: where a model that is divided is read from instead, or its adapter."""
+        """Policy, sampler and learner. ``checkpoint``: where a model that is divided is read from instead. Its adapter is restored
+        later: here it would be taken for the reference."""
         args = self.args
         model, tokenizer, peft_config, quantization_config, (given, scheduler) = self._given
         seed_everything(args, self.world.rank)
@@ -240,8 +242,6 @@ class GRPOTrainer(Outputs):
             return replace(policy, name=config.name)
 
         self.policy, model_config = make_policy(model, args, tokenizer, peft_config, quantization_config, load)
-        if checkpoint is not None and peft_config is not None:
-            load_adapter(self.policy.model, checkpoint)
         if not (isinstance(model, str) or is_adapted(self.policy.model)):
             check_frozen(model, given)
         self.model, self.processing_class = self.policy.model, self.policy.tokenizer
@@ -251,8 +251,9 @@ class GRPOTrainer(Outputs):
         self.episodes = open_script(*self._actors, self.processing_class, self.policy.end_token_ids, args)
         self._lr_scheduler: Any = scheduler  # None until train() knows how many steps there are
         scorer, sharding, self.engine = make_parts(
-            self.policy, self.config, self.world, given is not None, self._objective.needs_reference, self.episodes
-        )
+            self.policy, self.config, self.world, given is not None, self._objective.needs_reference, self.episodes,
+            came_adapted=is_adapted(model),
+        )  # fmt: skip
         own = None if given is None else GivenOptimizer(given, self.model.parameters(), self.config.optimizer)
         self.learner = Learner(scorer, self.config, own, self.world, sharding, objective=self._objective)
         sharding.check()
@@ -331,6 +332,8 @@ class GRPOTrainer(Outputs):
         self.learner.parts = {"entropy": self.entropy, "schedule": checkpoints.ScheduleState(self.lr_scheduler)}
         if checkpoint is not None:
             self.state = checkpoints.restore(checkpoint, self.policy, self.learner, self.is_local_process_zero())
+            self._generation = None  # of the steps that this trainer made before
+            self._numbers.clear()
             if self.state.global_step < updates:
                 self.state.log_history = [row for row in self.state.log_history if "train_runtime" not in row]
         self.engine.refresh(self.learner.updates)
@@ -409,14 +412,16 @@ class GRPOTrainer(Outputs):
 
     def _generation_of(self, epoch: int, stretch: Stretch) -> Generation:
         """The epoch's generation that ``stretch`` is of: sampled when it is first needed, kept until the next. A run that resumes inside
-        it samples it again, as in TRL."""
+        it samples it again, as in TRL. Generators of random numbers are seeded for it, so that a resumed run draws the same."""
         index = stretch.generation
         if self._generation is None or self._generation[0] != (epoch, index):
+            number = epoch * self.schedule.generations + index
+            seed_generators(self.args.seed, number)  # rows that are drawn are the same in all processes
             size = self.schedule.prompts_per_generation
             order = epoch_order(len(self.train_prompts), self.args.seed, self.train_prompts.shuffles, epoch)
             prompts = [self.train_prompts[i] for i in order[index * size : (index + 1) * size]]
-            number = epoch * self.schedule.generations + index
             scope, again = f"rollout/generation={number}", not stretch.begins_generation
+            seed_generators(self.args.seed + self.world.rank, number)  # reward functions draw by process, as in TRL
             generation = self._generate(prompts, self.args.num_generations, scope, self._numbers, again)
             self._prepare(generation, index, number)
             self._generation = ((epoch, index), generation)
