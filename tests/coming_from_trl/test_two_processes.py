@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from groupwise.distributed.launch import launch
 from groupwise.errors import ConfigError
-from groupwise.trl import GRPOConfig
+from groupwise.trl import GRPOConfig, GRPOTrainer
 from groupwise.trl.parts import check_division, check_launch, model_config
 from groupwise.trl.steps import split
 from tests.coming_from_trl.run_script import run_case
@@ -239,16 +240,31 @@ def test_what_the_launcher_asks_for_and_is_not_honoured_is_said(monkeypatch):
     assert check_launch(GRPOConfig("out"), 2) == "none"
 
 
-def test_what_cannot_be_divided_is_refused_before_weights_are_read(monkeypatch, tiny_folder):
+def test_what_cannot_be_divided_is_refused_before_weights_are_read(
+    monkeypatch, tiny_folder, tmp_path, prompts, letters, settings
+):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     args = GRPOConfig("out", optim="adamw_8bit")
     assert check_launch(args, 2) == "fsdp2"
-    with pytest.raises(ConfigError, match="masters-8bit"):
-        check_division(args, model_config(args, str(tiny_folder)), None, 2)
-    adapter = SimpleNamespace(lora_dropout=0.1)
-    with pytest.raises(ConfigError, match=r"dropout=0\.1: set it to 0"):
-        check_division(GRPOConfig("out"), model_config(args, str(tiny_folder)), adapter, 2)
+    model = model_config(args, str(tiny_folder))
+    launch = "the launcher's configuration is fsdp2, which does not go with"
+    with pytest.raises(ConfigError, match=f"{launch} the 8-bit moments of optim: use optim='adamw_torch', or a launch that"):
+        check_division(args, model, None, 2)
+    with pytest.raises(ConfigError, match=f"{launch} repetition_penalty: leave it out"):
+        check_division(GRPOConfig("out", repetition_penalty=1.1), model, None, 2)
+    with pytest.raises(ConfigError, match=rf"{launch} peft_config's lora_dropout=0\.1: set it to 0"):
+        check_division(GRPOConfig("out"), model, SimpleNamespace(lora_dropout=0.1), 2)
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "quantised"))
+    values = json.loads((folder / "config.json").read_text())
+    how = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": how}))
+    with pytest.raises(ConfigError, match=f"{launch} weights stored in 8bit: .*: name the model that is not quantised"):
+        check_division(GRPOConfig("out"), model.model_copy(update={"name": str(folder)}), SimpleNamespace(lora_dropout=0.0), 2)
+    monkeypatch.setattr("groupwise.trl.trainer.check_launch", lambda *_: "fsdp2")
+    for named, given in ((None, how), ({"quantization_config": how}, None)):
+        with pytest.raises(ConfigError, match="fsdp2 divides a base .*: leave quantization_config out"):
+            GRPOTrainer(str(tiny_folder), letters, settings(model_init_kwargs=named), prompts, quantization_config=given)
 
 
 def test_batch_sizes_count_over_processes_as_in_trl(monkeypatch):

@@ -33,6 +33,7 @@ from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import NOT_TRAINABLE, KeepsAdapter, attach, base_module, has_injected_adapter, is_adapted
 from groupwise.models.decoder import Decoder
 from groupwise.models.devices import has_device_map, with_dtype
+from groupwise.models.folder import stored_quantisation
 from groupwise.models.load import (
     Policy,
     attention_for,
@@ -339,28 +340,42 @@ def check_division(args: GRPOConfig, model: ModelConfig, peft_config: Any, proce
     """The run's config, for what reads the weights. Raises ConfigError where the processes cannot divide the model as the launcher asks."""
     if peft_config is not None:
         model = model.model_copy(update={"lora": LoraConfig(dropout=getattr(peft_config, "lora_dropout", 0.0))})
+    hf_config = load_model_config(model)
+    model = model.model_copy(update={"quantization": stored_quantisation(hf_config.to_dict())})
     config = to_config(args, model)
-    check_sharding(config, load_model_config(model), processes)
+    with _in_trl_s_words():
+        check_sharding(config, hf_config, processes)
     return config
+
+
+_WORDS = (
+    ("rollout.quantization is 8bit", "rollout_quantization is '8bit'"),
+    ("Set it to none", "Leave it out"),
+    ("Set model.dtype=float32, or rollout.quantization to none", "Load the model in float32 (bf16=False), or leave it out"),
+    ("training.sharding is ", "the launcher's configuration is "),
+    ("rollout.engine=transformers: use auto or builtin", "repetition_penalty: leave it out"),
+    ("optimizer.precision=masters-8bit", "the 8-bit moments of optim"),
+    ("DeepSpeed steps on fp32 masters, divided among the processes: use masters", "use optim='adamw_torch'"),
+    ("use masters, which are divided", "use optim='adamw_torch'"),
+    ("model.lora.dropout", "peft_config's lora_dropout"),
+    ("model.lora:", "peft_config:"),
+    ("model.quantization=", "weights stored in "),
+    ("model.dtype: leave the quantisation out", "the numbers that it computes in: name the model that is not quantised"),
+    ("model.dtype=float16: use bfloat16", "fp16=True: use bf16=True"),
+    ("training.sharding=none", "a launch that divides no weights"),
+    ("training.sharding=", ""),
+)
+"""What the core's sentences call settings, and what they are here."""
 
 
 @contextmanager
 def _in_trl_s_words() -> Iterator[None]:
-    """What cannot be sampled with rounded weights is told by the name that the argument has here."""
+    """What cannot be sampled with rounded weights, or divided, is told by the names that arguments have here."""
     try:
         yield
     except ConfigError as error:
         said = str(error)
-        if "rollout.quantization is 8bit" not in said:
-            raise
-        for own, theirs in (
-            ("rollout.quantization is 8bit", "rollout_quantization is '8bit'"),
-            ("Set it to none", "Leave it out"),
-            (
-                "Set model.dtype=float32, or rollout.quantization to none",
-                "Load the model in float32 (bf16=False), or leave it out",
-            ),
-        ):
+        for own, theirs in _WORDS:
             said = said.replace(own, theirs)
         raise ArgumentError(said) from error
 

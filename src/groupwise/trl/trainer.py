@@ -234,6 +234,10 @@ class GRPOTrainer(Outputs):
             raise ArgumentError(
                 f"{way} divides a model as it is read: pass the model's name or folder to GRPOTrainer, and leave optimizers out"
             )
+        if way != "none" and (quantization_config or (args.model_init_kwargs or {}).get("quantization_config")) is not None:
+            raise ArgumentError(
+                f"{way} divides a base in the numbers that it computes in: leave quantization_config out, or launch without {way}"
+            )
 
         def load(config: ModelConfig) -> Policy:
             divided = check_division(args, config, peft_config, self.world.size)
