@@ -150,6 +150,18 @@ def test_rewards_get_what_trl_gives_them(tiny_folder, chats, settings):
     assert trainer.state.log_history[0]["mine"] == 3.0
 
 
+def test_a_row_s_list_is_each_completion_s_own(tiny_folder, settings):
+    taken = []
+
+    def popping(completions, words, **kwargs):
+        taken.extend(own.pop() for own in words)
+        return [float(i) for i in range(len(completions))]
+
+    data = Dataset.from_dict({"prompt": ["a", "b"], "words": [["x", "y"]] * 2})
+    GRPOTrainer(str(tiny_folder), popping, settings(max_steps=-1, num_train_epochs=2), data).train()
+    assert taken == ["y"] * 16
+
+
 def test_unused_columns_are_kept_back_where_that_is_asked_for(tiny_folder, prompts, settings):
     def reward(completions, **kwargs):
         assert "answer" not in kwargs
@@ -1197,6 +1209,26 @@ def test_what_a_set_transform_gives_is_asked_for_each_time(tiny_folder, letters,
     data.set_transform(lambda rows: {"prompt": [f"{text} {next(count)}" for text in rows["prompt"]]})
     GRPOTrainer(str(tiny_folder), noted, settings(), data).train()
     assert len(set(asked)) == 4
+
+
+def test_a_set_transform_may_make_the_prompts(tiny_folder, letters, settings):
+    data = Dataset.from_dict({"question": ["a", "b"]})
+    data.set_transform(lambda rows: {"prompt": [f"{text}?" for text in rows["question"]]})
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=1), data)
+    trainer.train()
+    assert trainer.train_prompts[1].text == "b?"
+
+
+def test_a_prompt_may_hold_an_earlier_call(tiny_folder, letters, settings):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    calls = "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content or '' }}" + calls + "{% endfor %}"
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    asked, answered = {"role": "user", "content": "?"}, {"role": "tool", "content": "4"}
+    chat = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, answered]
+    trainer = GRPOTrainer(str(tiny_folder), letters, settings(max_steps=1), [{"prompt": chat}] * 2, processing_class=tokenizer)
+    trainer.train()
+    assert tokenizer.decode(trainer.train_prompts[0].token_ids) == "?<look>4"
 
 
 def test_what_is_not_there_says_so(tiny_folder, prompts, letters, settings, monkeypatch):

@@ -112,7 +112,8 @@ class PromptSet:
         if "prompt" not in dataset[0]:
             return
         for index, prompt in enumerate(
-            dataset["prompt"] if hasattr(dataset, "column_names") else [row["prompt"] for row in dataset]
+            # A set_transform may give it, where it is no column.
+            dataset["prompt"] if "prompt" in getattr(dataset, "column_names", ()) else [row["prompt"] for row in dataset]
         ):
             if self._most_tokens(prompt) > room:
                 self[index]
@@ -230,7 +231,8 @@ class PromptSet:
             log.warning(warning)
 
     def _chat_ids(self, index: int, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()) -> list[int]:
-        if any(not isinstance(m.get("content"), str) for m in messages):
+        # A turn that is a call alone has None, as in TRL.
+        if any(not (isinstance(m.get("content"), str) or (m.get("content") is None and m.get("tool_calls"))) for m in messages):
             raise UnfitDataError(
                 f"row {index} of the {self.which} data set has a message that is not text: there is text only here"
             )

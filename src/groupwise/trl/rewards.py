@@ -18,7 +18,7 @@ from groupwise.episodes.formats import CallFormat
 from groupwise.errors import ConfigError, RewardError
 from groupwise.metrics import Metric
 from groupwise.models.reward_model import RewardModel, unwrapped
-from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, plan_calls, require_columns
+from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, own_copy, plan_calls, require_columns
 from groupwise.rewards.load import load_reward
 from groupwise.rewards.processes import ProcessPool
 from groupwise.rewards.scores import BadResult
@@ -77,7 +77,7 @@ class _Arguments(RewardArguments):
 
     def _keywords(self, chosen: Sequence[tuple[int, Prompt, Completion]], columns: Sequence[str]) -> dict[str, object]:
         ours = super()._keywords(chosen, ())
-        offered = {name: [p.problem.columns.get(name) for _, p, _ in chosen] for name in columns}
+        offered = {name: [own_copy(p.problem.columns.get(name)) for _, p, _ in chosen] for name in columns}
         completions = [self.shown(prompt, completion) for _, prompt, completion in chosen]
         given = {"prompts": ours["prompts"], "completions": completions, "completion_ids": ours["completion_ids"]}
         return {**offered, **self.extras, **given}
