@@ -646,7 +646,7 @@ def test_the_same_episodes_teach_what_they_teach_in_trl(name, folder, data, argu
         generations.append(generate(*given))
         return generations[-1]
 
-    trainer._generate = generated
+    vars(trainer)["_generate"] = generated
     trainer.train()
 
     theirs: list[Any] = []

@@ -123,7 +123,7 @@ def ours(arguments, case, folder, prompts):
         generations.append(generate(*given))
         return generations[-1]
 
-    trainer._generate = recorded
+    vars(trainer)["_generate"] = recorded
     trainer.train()
     return trainer, generations
 

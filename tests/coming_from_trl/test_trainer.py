@@ -1361,6 +1361,12 @@ def test_what_the_trainer_is_made_of_is_changed_with_effect_or_not_at_all(tiny_f
         trainer.optimizer = other
     with pytest.raises(ConfigError, match=r"trainer.lr_scheduler cannot be set"):
         trainer.lr_scheduler = lr_scheduler.ConstantLR(other)
+    trainer.model = trainer.model
+    for name, value in (("model", torch.nn.Linear(1, 1)), ("processing_class", None)):
+        with pytest.raises(ConfigError, match=f"trainer.{name} cannot be set after the trainer was made"):
+            setattr(trainer, name, value)
+    with pytest.raises(ConfigError, match="trainer.compute_loss cannot be set, since groupwise.trl does not call it"):
+        trainer.compute_loss = lambda *_: 0
 
 
 def test_a_second_call_of_train_goes_on_or_begins_a_run_of_its_own(tiny_folder, prompts, letters, settings):
@@ -1718,13 +1724,15 @@ def test_words_of_warning(tiny_folder, prompts, settings, caplog):
         importance_sampling_level="sequence",
         loss_type="dapo",
         use_vllm=True,
+        vllm_max_model_length=64,
         use_liger_kernel=True,
         log_level="warning",
         max_steps=1,
     )
     GRPOTrainer(str(tiny_folder), silent, args, prompts).train()
     said = " ".join(record.getMessage() for record in caplog.records)
-    for words in ("own engine samples", "Liger's kernels are not used", "completion length", "returned None"):
+    told = ("own engine samples", "model's whole context", "Liger's kernels are not used", "completion length", "returned None")
+    for words in told:
         assert words in said
 
 

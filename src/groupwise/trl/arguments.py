@@ -176,7 +176,8 @@ use_vllm bool = False | h! | Colocated: groupwise's own engine samples in its pl
 vllm_mode str = 'colocate' | h | `colocate`; with `use_vllm`, `server` is refused.
 vllm_model_impl str = 'vllm'; vllm_enable_sleep_mode bool = False; vllm_server_base_url str? = None; vllm_server_host str = '0.0.0.0';
     vllm_server_port int = 8000; vllm_server_timeout float = 240.0; vllm_group_port int = 51216; vllm_gpu_memory_utilization float = 0.3;
-    vllm_max_model_length int? = None; vllm_tensor_parallel_size int = 1 | - | Only matters with `use_vllm`.
+    vllm_tensor_parallel_size int = 1 | - | Of vLLM, which does not run here.
+vllm_max_model_length int? = None | -! | Of vLLM, which does not run here: prompts and completions have the model's whole context.
 vllm_importance_sampling_correction bool = True; vllm_importance_sampling_mode str: 'sequence_mask', 'sequence_truncate', 'token_mask',
     'token_truncate' = 'sequence_mask'; vllm_importance_sampling_clip_max float? = 3.0; vllm_importance_sampling_clip_min float? = None;
     vllm_importance_sampling_cap float? = None | h | Acts with `use_vllm` beside `top_p`, `top_k`, `min_p`, `repetition_penalty` or

@@ -398,6 +398,8 @@ class Outputs:
     def __setattr__(self, name: str, value: object) -> None:
         if name in ARGUMENTS:
             raise ArgumentError(f"trainer.{name} cannot be set: set {name} in GRPOConfig, before the trainer is made")
+        if name in ("model", "processing_class") and not self._inside and vars(self).get(name, value) is not value:
+            raise ArgumentError(f"trainer.{name} cannot be set after the trainer was made: make another GRPOTrainer with it")
         if name in ("optimizer", "lr_scheduler"):
             if value is None or value is getattr(self, name):
                 return

@@ -102,6 +102,14 @@ class GRPOTrainer(Outputs):
                 "groupwise.train instead"
             )
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _INTERNALS:
+            raise ArgumentError(
+                f"trainer.{name} cannot be set, since groupwise.trl does not call it: use a reward function, a callback or "
+                "groupwise.train"
+            )
+        super().__setattr__(name, value)
+
     def __init__(
         self,
         model: str | torch.nn.Module,
