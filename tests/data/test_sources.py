@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from groupwise.config.schema import ArithmeticConfig, Config, DataConfig, Prompt
 from groupwise.data.inspect import inspect_source
 from groupwise.data.prompts import worked_completion
 from groupwise.data.readers import names_function
-from groupwise.data.sources import load_held_out, load_problems, question_key, save_prepared
+from groupwise.data.sources import ProblemSet, load_held_out, load_problems, question_key, save_prepared
 from groupwise.errors import AnswerError, DataError, ModelError
 from groupwise.types import Problem
 
@@ -231,6 +232,17 @@ def test_svamp_and_aime_by_path(shared_data: Path) -> None:
         found = load_problems(config(shared_data / "math-benchmarks" / f"{name}.parquet", holdout=0)).train
         assert (len(found), found[0].answer) == (count, answer)
         assert found[0].question[0]["role"] == "user"  # type: ignore[index]
+
+
+def test_columns_have_a_fingerprint_that_every_process_finds() -> None:
+    """The text of an object holds its address, and that of a set has any order."""
+
+    def of(**columns: object) -> str:
+        return ProblemSet((Problem("a:0", "1 + 1?", "2", columns),), (), "plain").columns_fingerprint
+
+    assert of(level=1, made=object(), names={"a", "b"}) == of(names={"b", "a"}, made=object(), level=1)
+    texts = [of(), of(level=1), of(level="1"), of(level=Decimal(1)), of(made=date(2026, 1, 1)), of(made=date(2026, 1, 2))]
+    assert len({*texts}) == len(texts) - 1, "a decimal is its text"
 
 
 def test_arithmetic() -> None:

@@ -430,6 +430,17 @@ def test_changed_data_is_found(small_config, letters, quiet, tmp_path, sums):
         go(config, letters, quiet, folder, resume=True)
 
 
+def test_changed_columns_beside_question_and_answer_are_found(small_config, letters, quiet, tmp_path, sums):
+    """Reward functions read them."""
+    data = tmp_path / "mine.jsonl"
+    data.write_text(sums.read_text().replace("}", ', "level": 1}'))
+    config = small_config(**EVERY, data={"source": str(data), "holdout": 6})
+    folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)
+    data.write_text(data.read_text().replace('"level": 1', '"level": 2', 1))
+    with pytest.raises(CheckpointError, match="has changed .other columns of the data: fingerprint"):
+        go(config, letters, quiet, folder, resume=True)
+
+
 def test_a_folder_with_a_checkpoint_says_so_and_holds_one_run_at_a_time(small_config, letters, quiet, tmp_path):
     config = small_config(**EVERY)
     folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)

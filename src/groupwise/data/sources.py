@@ -10,9 +10,11 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from decimal import Decimal
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from groupwise.config.inert import chosen
 from groupwise.config.schema import DataConfig
@@ -70,7 +72,7 @@ class ProblemSet:
     """Rows that are in neither part, counted by reason."""
     description: str = ""
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """16 hex digits over every id, question and answer of both parts: equal data, equal fingerprint."""
         digest = hashlib.blake2b(digest_size=8)
@@ -79,6 +81,22 @@ class ProblemSet:
                 digest.update(json.dumps([p.id, order_key(p), *p.accepted]).encode())
             digest.update(b"|")
         return digest.hexdigest()
+
+    @cached_property
+    def columns_fingerprint(self) -> str:
+        """The same over the other columns, which reward functions and environments see."""
+        digest = hashlib.blake2b(digest_size=8)
+        for p in (*self.train, *self.held_out):
+            columns = sorted(p.columns.items(), key=lambda column: str(column[0]))
+            digest.update(json.dumps(columns, skipkeys=True, default=_plain).encode())
+        return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for, in one that every process gives it. Of an object only its type: its text may hold its address."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value) if isinstance(value, (bytes, date, Decimal)) else type(value).__name__
 
 
 def default_eval_split(source: str) -> str:

@@ -148,7 +148,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
     is_whole = False
     if target.exists() and is_sound(target):
         before, now = read_state(target), json.loads(snapshot.state)
-        is_whole = all(before.get(key) == now.get(key) for key in ("config", "data"))
+        is_whole = all(before.get(key) == now.get(key) for key in ("config", "data", "data_columns"))
         if is_whole and before.get("evaluations") == now.get("evaluations"):
             return target
     try:

@@ -72,13 +72,15 @@ _NAMED = 3
 
 
 def about_run(prepared: Prepared, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """What a checkpoint says about its run: the settings, the data's fingerprint, the evaluations so far, and the score of each step that
-    was judged in training, its own and those before it: one may have been judged after it was saved, by a run that went on from it."""
+    """What a checkpoint says about its run: the settings, the data's fingerprints, the evaluations so far, and the score of each
+    step that was judged in training, its own and those before it: one may have been judged after it was saved, by a run that went
+    on from it."""
     mode = prepared.config.evaluation.modes[0]
     scores = {e.stage: e.figures.get("success", [e.strict_accuracy])[0] for e in evaluations if e.mode == mode}
     return {
         "config": hide_secrets(prepared.config.model_dump(mode="json")),
         "data": prepared.problems.fingerprint,
+        "data_columns": prepared.problems.columns_fingerprint,
         "evaluations": hide_secrets([e.to_summary() for e in evaluations]),
         "scores": {stage: score for stage, score in scores.items() if stage.startswith("step-")},
     }
@@ -256,6 +258,8 @@ def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list
             (harmless if same else harmful).append(line if moved is None else f"{line}, which changes {moved}")
     if state.get("data", prepared.problems.fingerprint) != prepared.problems.fingerprint:
         harmful.append(f"the data itself: fingerprint {state['data']} -> {prepared.problems.fingerprint}")
+    if "data_columns" in state and (now_columns := prepared.problems.columns_fingerprint) != state["data_columns"]:
+        harmful.append(f"other columns of the data: fingerprint {state['data_columns']} -> {now_columns}")
     return harmful, harmless
 
 
