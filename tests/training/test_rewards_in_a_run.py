@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.errors import ConfigError, StoppedError
+from groupwise.errors import ConfigError, RewardError, StoppedError
 from groupwise.rewards import RewardSuite, reward_scope
 from groupwise.tracking import RunFolder
 from groupwise.training.loop import train
@@ -79,6 +79,26 @@ def test_a_step_that_was_abandoned_leaves_no_trace_in_the_statistics(small_confi
     calls.clear()
     train(config, rewards=functions, console=quiet, run_folder=tmp_path / "whole")
     assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "whole")
+
+
+def test_what_was_learnt_is_saved_where_a_function_fails(small_config, letters, quiet, tmp_path):
+    """... in the second of step 3's three calls; once it is corrected, the run is the one that never failed."""
+    config = small_config(rewards={"functions": NORMALISED["functions"][:1]}, training={"steps": 4})
+    calls = []
+
+    def fails(completions, **columns):
+        calls.append(0)
+        if len(calls) == 8:
+            raise ValueError("out of luck")
+        return letters["letters"](completions)
+
+    with pytest.raises(RewardError, match=r"ValueError: out of luck.*; step 2 is saved in .*step-2$"):
+        train(config, rewards={"letters": fails}, console=quiet, run_folder=tmp_path / "run")
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
+    train(config, rewards=letters, console=quiet, run_folder=tmp_path / "whole")
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    one, other = final_weights(tmp_path / "run"), final_weights(tmp_path / "whole")
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_batch_function_sees_the_whole_step(small_config, quiet, tmp_path):

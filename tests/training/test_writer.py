@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.distributed import failures
-from groupwise.errors import CheckpointError
+from groupwise.engines.builtin.engine import BuiltinEngine
+from groupwise.errors import CheckpointError, TrainingError
 from groupwise.models.load import copy_to_cpu
+from groupwise.rollout import rollout_scope
 from groupwise.training import checkpoint as checkpoints
 from groupwise.training.checkpoint import CheckpointWriter
 from groupwise.training.checkpoint_folder import is_sound
@@ -235,3 +237,26 @@ def test_a_run_tells_of_a_checkpoint_that_was_not_written(small_config, letters,
     assert told.count("NOT SAVED") == 2
     assert "No space left on device" in told
     assert (result.folder / "summary.json").exists()
+
+
+def test_a_step_that_the_disk_did_not_take_is_saved_where_the_run_fails(small_config, letters, quiet, tmp_path, monkeypatch):
+    write, serve, refused = checkpoints.write_tensors, BuiltinEngine.serve, []
+
+    def full_once(path, tensors):
+        if not refused:
+            refused.append(path)
+            raise OSError(28, "No space left on device")
+        write(path, tensors)
+
+    def fail(engine, request, on_progress=None):
+        if request.scope == rollout_scope(2):
+            raise TrainingError("the engine broke down")
+        return serve(engine, request, on_progress)
+
+    monkeypatch.setattr(checkpoints, "write_tensors", full_once)
+    monkeypatch.setattr(BuiltinEngine, "serve", fail)
+    config = small_config(training={"steps": 3}, output={"checkpoint_every": 2})
+    with pytest.raises(TrainingError, match=r"broke down; step 2 is saved in .*step-2$"):
+        train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+    assert refused
+    assert is_sound(tmp_path / "run/checkpoints/step-2")

@@ -235,6 +235,8 @@ class CheckpointWriter:
         """Whether what is being written is nothing that learning need wait for."""
         self._tokenizer: Any = None
         self._told_of_memory = False
+        self.failed = False
+        """Whether the disk did not take the last one that was begun; known when it is finished."""
         self._news: list[str] = []
 
     def write(self, snapshot: Snapshot) -> Path:
@@ -250,6 +252,7 @@ class CheckpointWriter:
     def begin(self, snapshot: Snapshot) -> None:
         """Begin and go on; without memory for what is copied, or with ``in_background`` off, wait for the disk."""
         self.finish()
+        self.failed = False
         if not self.in_background or self._is_short(snapshot):
             self._start(snapshot, partial(self._note, snapshot.name))
             self.finish()
@@ -291,6 +294,7 @@ class CheckpointWriter:
     def _note(self, name: str, error: Exception) -> None:
         what = str(error) if isinstance(error, CheckpointError) else f"{name} ({type(error).__name__}: {error})"
         self._news.append(f"NOT SAVED: {what}")
+        self.failed = True
 
     def _is_short(self, snapshot: Snapshot) -> bool:
         needed, there = snapshot.copied_bytes() * _SPARE, available_memory_bytes()

@@ -16,7 +16,7 @@ from groupwise.distributed.world import Notices
 from groupwise.engines import Engine
 from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import EpisodeEngine
-from groupwise.errors import StoppedError, TrainingError
+from groupwise.errors import GroupwiseError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, evaluate_stage
 from groupwise.memory import KeptMemory, peak_memory_bytes, release_freed_memory
 from groupwise.metrics import Max, Mean, Metric, Sum, values
@@ -212,7 +212,7 @@ class Run:
             yield
         except AbandonStep:
             self.stop()
-        except TrainingError as error:
+        except GroupwiseError as error:
             self._end_failed(error)
         if self.world.size > 1 and stops_after and self._asked_to_stop():
             self.stop()
@@ -311,7 +311,8 @@ class Run:
     def collect(self, step: int, bar: Phase) -> Rollout:
         """Sample and score the step's groups; with dynamic sampling, replace those without variance.
 
-        A signal abandons it here: nothing has been learnt from it yet. So does a failure, as of a server that stays away.
+        A signal abandons it here: nothing has been learnt from it yet. So does a failure, as of a reward function, or a server
+        that stays away.
         """
         self.step_started = time.perf_counter()
         self.engine.metrics()  # what it has to say of evaluations and the warm start belongs to no step
@@ -335,7 +336,7 @@ class Run:
         except AbandonStep:
             self.prepared.rewards.load_state_dict(self.known)
             self.stop()
-        except TrainingError as error:
+        except GroupwiseError as error:
             self.prepared.rewards.load_state_dict(self.known)
             self._end_failed(error)
         for failure in rollout.failures:
@@ -407,12 +408,15 @@ class Run:
         if self.unpushed is not None:
             raise TrainingError(f"{self.unpushed}; step {self.done} is saved in {self.save(self.done)}") from self.unpushed
 
-    def _end_failed(self, error: TrainingError) -> NoReturn:
-        """End the run where sampling failed; first save what was learnt since the last checkpoint. Several processes cannot: one of
-        them may have failed alone."""
-        if self.world.size > 1 or self.learner is None or self.trained or self.learner.updates == self.saved_updates:
+    def _end_failed(self, error: GroupwiseError) -> NoReturn:
+        """End the run where sampling or scoring failed; first save what was learnt since the last checkpoint. Several processes
+        cannot: one of them may have failed alone."""
+        if self.world.size > 1 or self.learner is None or self.trained:
             raise error
-        raise TrainingError(f"{error}; step {self.done} is saved in {self.save(self.done)}") from error
+        self.writer.finish()  # only then is it known whether the disk took the newest checkpoint
+        if self.learner.updates == self.saved_updates and not self.writer.failed:
+            raise error
+        raise type(error)(f"{error}; step {self.done} is saved in {self.save(self.done)}") from error
 
     def record(self, step: int, rollout: Rollout, advantages: Advantages, on_step: Callable[[StepReport], Any] | None) -> bool:
         """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False)."""
