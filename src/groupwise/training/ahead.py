@@ -282,6 +282,17 @@ class Ahead:
         """See ``Stateful``."""
         self._restored = (tensors, values) if values else None
 
+    def sampled_again(self) -> list[int]:
+        """Steps whose batches the checkpoint has as weights that no slot here takes, and that newer ones sample."""
+        if self._restored is None or self._restored[1]["ahead"] != self.steps:  # another `rollout.ahead` is told as a change
+            return []
+        return [
+            int(row["step"])
+            for row in self._restored[1]["batches"]
+            if "places" not in row and int(row["version"]) != self.learner.updates
+            and not isinstance(self._slot(int(row["weights_of"])).copy, PolicyCopy)
+        ]  # fmt: skip
+
     def _bring_back(self) -> None:
         """Restore what came with the checkpoint. Batches that another ``rollout.ahead`` had under way are sampled as new ones, and
         so are those of a run that did not divide its weights, where they are divided now."""

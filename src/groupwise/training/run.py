@@ -284,6 +284,8 @@ class Run:
         self.engine.refresh(self.learner.updates)
         inside = ", inside the updates of the next" if self.held.has_window else ""
         self.trackers.say(f"Resuming from {self.checkpoint}, after step {done}{inside}.")
+        if self.ahead is not None:
+            self._tell_of_newer_weights(self.ahead.sampled_again(), "could not be taken over")
         self.sharding.check()
         return done
 
@@ -482,14 +484,17 @@ class Run:
         self.writer.finish()  # two copies at once would take twice the memory
         self.sharding.check()
         if self.ahead is not None:
-            for step in self.ahead.finish_for_checkpoint(stopping):
-                self.trackers.say(
-                    f"The batch of step {step + 1}, which is sampled ahead, could not be saved: the resumed run samples it "
-                    "with newer weights, so its numbers are not those of a run that was not stopped.",
-                    "yellow",
-                )
+            self._tell_of_newer_weights(self.ahead.finish_for_checkpoint(stopping), "could not be saved")
         about = about_run(self.prepared, self.evaluations)
         return take_snapshot(done, self.policy, self.learner, about=about, updates=updates)
+
+    def _tell_of_newer_weights(self, steps: Sequence[int], what: str) -> None:
+        for step in steps:
+            self.trackers.say(
+                f"The batch of step {step + 1}, which is sampled ahead, {what}: the resumed run samples it "
+                "with newer weights, so its numbers are not those of a run that was not stopped.",
+                "yellow",
+            )
 
     def checkpoint_if_due(self, step: int) -> None:
         """Also when a signal asked for it. A disk that is full is told, and the run goes on: the next one may succeed."""
