@@ -1,5 +1,6 @@
 """Asynchronous rollouts: which weights sample which batch, that nothing depends on who is faster, and how such a run ends."""
 
+import json
 import os
 import signal
 import threading
@@ -380,6 +381,34 @@ def test_another_number_of_steps_ahead_may_carry_on(go, small_config, letters, q
             resume_from=whole / "checkpoints/step-2",
         ).folder  # fmt: skip
         assert [row["step"] for row in rows(found)] == [3, 4, 5]
+
+
+def test_a_batch_that_came_with_a_checkpoint_stays_in_the_next_one(go, small_config, letters, quiet, tmp_path, monkeypatch):
+    """Without sampling ahead too, though no update was made of it: it was scored, and what sampled it may be gone."""
+    sections = {"training": {"steps": 5}, "rewards": {"functions": [{"function": "letters", "normalise": "mean_std"}]}}
+    learn, learnt = Learner.learn, []
+
+    def signalled(learner, *words, **more):
+        learnt.append(words)
+        if len(learnt) >= 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(learner, *words, **more)
+
+    def parts():
+        return json.loads((tmp_path / "run/checkpoints/step-2/state.json").read_text())["parts"]
+
+    monkeypatch.setattr(Learner, "learn", signalled)
+    with pytest.raises(StoppedError, match="after step 2, which is saved"):
+        go("run", rollout={"ahead": 1}, output={"checkpoint_every": 0}, **sections)
+    before = parts()
+    with pytest.raises(StoppedError, match="after step 2, which is saved"):
+        train(
+            small_config(**sections), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True,
+            accept_changes=True,
+        )  # fmt: skip
+    assert "ahead" not in parts()
+    assert before["window"]["groups"] == parts()["window"]["groups"]
+    assert before["rewards"] == parts()["rewards"]
 
 
 def test_a_longer_run_is_another_run(go):

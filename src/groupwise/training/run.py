@@ -369,7 +369,8 @@ class Run:
                 held=held if self.world.size == 1 else None,  # no update was made then: see ``refuse_to_share``
             )  # fmt: skip
         if (paused := self.learner.paused) is not None:
-            if paused.updates == 0 and self.ahead is None:  # else what the batch was sampled with may be gone
+            # One that was sampled ahead, or came with a checkpoint, is kept: what it was sampled with may be gone.
+            if paused.updates == 0 and self.ahead is None and held is None:
                 self.prepared.rewards.load_state_dict(self.known)
                 self.stop()
             self.held.window, self.held.rollout_metrics = paused, self.metrics
