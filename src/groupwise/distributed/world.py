@@ -196,6 +196,9 @@ class World:
             self._all_reduce(ones)
             right = bool((ones == self.size).all())  # waits for it
         except RuntimeError as error:  # LostTouch too
+            board = self._board if isinstance(error, LostTouch) else None
+            if board is not None and (failure := board.wait()) is not None:  # another process ended: no link is to blame
+                raise as_error(failure, self.size, "") from error
             why = str(error).partition("\n")[0]
             raise RankError(f"the first message between the GPUs of {self.size} processes failed ({why}): {remedy}", 1) from error
         finally:
