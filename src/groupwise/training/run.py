@@ -388,7 +388,7 @@ class Run:
 
     def _push(self) -> None:
         """Tell the engine of the new weights. Where its server stays away, or a signal comes while it is waited for, ``unpushed``
-        says so: what was learnt is recorded and saved first."""
+        says so, in all processes: what was learnt is recorded and saved first. A collective call."""
         assert self.learner is not None
 
         def heed() -> None:
@@ -403,6 +403,8 @@ class Run:
             self.unpushed = error
         finally:
             pushing.heed = None
+        if self.world.size > 1:  # one may have failed alone, and to save is for all
+            self.unpushed = next((why for why in self.world.all_gather_object(self.unpushed) if why is not None), None)
 
     def _end_unpushed(self) -> None:
         """Save what is done, and end the run, where the engine did not get the last weights."""
