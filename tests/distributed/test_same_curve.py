@@ -6,6 +6,7 @@ The processes are threads here, which exchange through pickles what processes ex
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from safetensors.torch import load_file
 from groupwise import rollout
 from groupwise.distributed import World
 from groupwise.distributed import world as world_module
-from groupwise.distributed.failures import LostTouch
+from groupwise.distributed.failures import Failure, LostTouch
 from groupwise.episodes import worked_episode
-from groupwise.errors import RankError, RewardError
+from groupwise.errors import CheckpointError, ConfigError, RankError, RewardError, TrainingError
 from groupwise.metrics import Max, Mean, Sum
 from groupwise.rewards.load import reward_scope
+from groupwise.training import start as start_module
+from groupwise.training.checkpoint_folder import is_sound
+from tests.training.test_ahead import EngineWithWeights
 
 CLOCKS = ("time", "speed", "memory")
 VARIANTS = {
@@ -230,6 +234,66 @@ def test_gpus_that_do_not_reach_each_other_are_found_before_anything_is_computed
     monkeypatch.setattr(world_module, "_FIRST_MESSAGE_S", 0.05)
     tried(slow)
     assert capsys.readouterr().err.count("GPUs of 2 processes is not through after") == 1
+
+
+def test_a_process_that_ended_before_the_gpus_met_is_named(monkeypatch):
+    def lost(tensor):
+        raise LostTouch("NCCL error: remote process exited")
+
+    world = World(0, 2, board=SimpleNamespace(wait=lambda: Failure(1, "its disk is full", 2)))
+    monkeypatch.setattr(world, "_all_reduce", lost)
+    with pytest.raises(RankError, match=r"^process 1 of 2 failed: its disk is full$") as told:
+        world._first_message(torch.device("cpu"))
+    assert told.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"rewards": {"functions": [{"function": "letters", "weight": 2.0}]}}, r"another rewards\.functions"),
+        ({"optimizer": {"learning_rate": 2e-3}}, r"another optimizer\.learning_rate"),
+        ({"data": ('"answer": "1"', '"answer": "2"')}, "another fingerprint of the data"),
+        ({"data": ("}", ', "level": 1}')}, "another fingerprint of the data's other columns"),
+        ({"data": ("}", "}")}, None),
+    ],
+    ids=["weight", "rate", "answer", "column", "a copy of the data"],
+)
+def test_processes_with_other_settings_or_data_are_refused_in_all(
+    sections, named, small_config, in_threads, letters, quiet, sums, tmp_path, monkeypatch
+):
+    if "data" in sections:
+        old, new = sections["data"]
+        (tmp_path / sums.name).write_text(sums.read_text().replace(old, new, 1))
+        sections = {"data": {"source": str(tmp_path / sums.name)}}
+    configs = [small_config(), small_config(**sections)]
+    said = f"^process 1 of 2 has {named} than process 0: start all by one command"
+    error, said = (CheckpointError, "far enough") if named is None else (ConfigError, said)
+
+    def stop(*_):
+        raise CheckpointError("far enough")
+
+    def begin(world):
+        with pytest.raises(error, match=said):
+            start_module.start(configs[world.rank], world, rewards=letters, console=quiet, run_folder=tmp_path / "run")
+
+    monkeypatch.setattr(start_module, "_load_parts", stop)
+    in_threads(2, begin)
+    assert named is None or not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_one_process_cannot_tell_of_the_weights_ends_all_and_the_step_is_saved(
+    train_in, small_config, tmp_path, monkeypatch
+):
+    class Failing(EngineWithWeights):
+        def refresh(self, policy_version):
+            if policy_version == 2 and threading.current_thread().name.startswith("process 1"):
+                raise TrainingError("out of reach")
+            super().refresh(policy_version)
+
+    monkeypatch.setattr(start_module, "make_engine", lambda policy, rollout, *_, **__: Failing(policy, rollout))
+    with pytest.raises(TrainingError, match=r"^out of reach; step 2 is saved in .*step-2$"):
+        train_in(2, "run", small_config(training={"steps": 3}))
+    assert is_sound(tmp_path / "run/checkpoints/step-2")
 
 
 def test_replicas_that_drift_apart_are_found_and_errors_of_the_first_are_everybodys(in_threads):

@@ -13,7 +13,8 @@ from typing import Any
 
 from groupwise.config.load import build_known
 from groupwise.config.schema import Config
-from groupwise.errors import CheckpointError, DataError
+from groupwise.distributed import World
+from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.evaluation import Evaluation
 from groupwise.evaluation.figures import figures
 from groupwise.tracking import RunFolder
@@ -33,6 +34,7 @@ __all__ = [
     "folder_of",
     "has_other_settings",
     "newest_run",
+    "refuse_differing",
     "refuse_to_share",
     "trained_in",
     "unfinished_note",
@@ -67,6 +69,16 @@ _HARMLESS = (
     "model.trust_remote_code",
 )
 """Settings that leave what is learnt as it is, rounding apart."""
+_OF_ONE_MACHINE = (
+    "data.folder",
+    "data.source",
+    "data.eval_source",  # what is in them is compared by fingerprints
+    "output.folder",
+    "rollout.vllm.url",
+    "rollout.vllm.shared_folder",
+    "training.threads",
+)
+"""Settings that each of several processes may have its own of."""
 _NAMED = 3
 """Other runs that are named in one sentence."""
 
@@ -281,6 +293,26 @@ def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str
         )
     for line in [*harmful, *harmless]:
         say(f"Changed since the checkpoint: {line}")
+
+
+def refuse_differing(prepared: Prepared, world: World) -> None:
+    """Raise ConfigError in all processes where one has other settings or data than the first. A collective call."""
+    if world.size == 1:
+        return
+    facts = _flat(hide_secrets(prepared.config.model_dump(mode="json")))
+    facts = {key: value for key, value in facts.items() if key not in _OF_ONE_MACHINE}
+    if Path(prepared.config.model.name).expanduser().is_dir():  # each machine may have its own copy
+        facts["model.name"] = None
+    facts["fingerprint of the data"] = prepared.problems.fingerprint
+    facts["fingerprint of the data's other columns"] = prepared.problems.columns_fingerprint
+    first, *others = world.all_gather_object(facts)
+    for rank, other in enumerate(others, 1):
+        differing = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
+        if differing:  # the key alone: a value may be secret
+            raise ConfigError(
+                f"process {rank} of {world.size} has another {differing[0]} than process 0: start all by one command, with the "
+                "same settings and data"
+            )
 
 
 def refuse_to_share(state: Mapping[str, Any], checkpoint: Path | None, processes: int) -> None:

@@ -41,6 +41,7 @@ from groupwise.training.resume import (
     earlier_evaluations,
     folder_of,
     has_other_settings,
+    refuse_differing,
     refuse_to_share,
     trained_in,
     unfinished_note,
@@ -223,7 +224,7 @@ def start(
         return [] if check is None or resumes else list(check(prepared))
 
     try:
-        world.all_gather_object(None)  # nobody writes before all have found everything in order
+        refuse_differing(prepared, world)  # nobody writes before all have found everything in order
         world.try_gpus()
         if check is not None and checkpoint is None:
             said += world.on_rank0(checked)
