@@ -12,6 +12,7 @@ import ipaddress
 import json
 import socket
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -22,7 +23,8 @@ __all__ = ["BoundedServer", "Handler", "TooMuch", "checked_secret", "http_addres
 
 PIECE_BYTES = 2**20
 SILENCE_S = 60.0
-"""How long a peer may say nothing in the middle of a message, or take nothing of an answer."""
+"""How long a peer may say nothing in the middle of a message, or take nothing of an answer; and how long the head of a request may
+take as a whole."""
 _SHORTEST_SECRET = 16
 
 
@@ -91,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
     host: str
     """The address that is listened at."""
     content_types: ClassVar[tuple[str, ...]] = ("application/json",)
-    timeout = SILENCE_S
+    timeout: ClassVar[float] = SILENCE_S
     protocol_version = "HTTP/1.1"
     server_version = "groupwise"
     disable_nagle_algorithm = True
@@ -99,6 +101,20 @@ class Handler(BaseHTTPRequestHandler):
     def refuse(self, status: int, words: str) -> None:
         """Answer with an error in the protocol's own form."""
         raise NotImplementedError
+
+    def handle_one_request(self) -> None:
+        """Bounds the time of a head as a whole: a byte now and then is no silence."""
+        self._head_limit = threading.Timer(self.timeout, self._hang_up)
+        self._head_limit.daemon = True
+        self._head_limit.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._head_limit.cancel()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):  # it is closed already
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def is_trusted(self) -> bool:
         """Whether the request may be read; what it is refused with is answered, and its body is not read."""
@@ -115,6 +131,8 @@ class Handler(BaseHTTPRequestHandler):
         if refusal is not None:
             self.close_connection = True
             self.refuse(*refusal)
+        else:
+            self._head_limit.cancel()
         return refusal is None
 
     def knows(self, authorization: bytes) -> bool:

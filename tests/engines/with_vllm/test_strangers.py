@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,26 @@ def test_what_is_announced_and_never_sent_takes_no_memory_and_no_thread_for_long
     assert taken == [1000]
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as silent:
         assert silent.recv(1000) == b""
+
+
+def test_a_stranger_who_sends_a_byte_now_and_then_is_hung_up_on(serve, tiny_llama, monkeypatch):
+    monkeypatch.setattr(serving._Handler, "timeout", 1.0)
+    server = serve(tiny_llama())
+    let_go, until = Client(server.url).hold("run", "a run"), time.monotonic() + 20
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.3) as slow:
+        while time.monotonic() < until:
+            try:
+                slow.send(b"x")
+                if not slow.recv(1):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("the server goes on reading")
+    assert server.service.hello()["used_by"], "who was seen to know the secret may take longer"
+    let_go()
 
 
 def noting(taken, body):
