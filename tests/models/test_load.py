@@ -234,6 +234,19 @@ def test_a_hub_name_without_network_is_refused_at_once(monkeypatch: pytest.Monke
     assert only_from_cache("nobody/nothing", None) is True
 
 
+def test_a_gated_model_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub tells everybody about the model; only its files are refused, which transformers puts into words of its own."""
+    answer: Any = type("Response", (), {"headers": {}, "request": None, "status_code": 403})()
+
+    def gated(*_: object, **__: object) -> None:
+        raise OSError("You are trying to access a gated repo.") from huggingface_hub.errors.GatedRepoError("no", response=answer)
+
+    monkeypatch.setattr(load, "only_from_cache", lambda *_: False)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", gated)
+    with pytest.raises(ModelError, match=r"'nobody/nothing' is gated on the Hub: accept its terms .* `hf auth login`"):
+        load_model_config(model_config("nobody/nothing"))
+
+
 def test_a_cached_model_without_its_weights_is_refused_where_the_hub_is_away(
     qwen_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -286,7 +286,7 @@ def check_cache(name: str, revision: str | None) -> None:
     )
 
 
-def refused_by_hub(name: str, revision: str | None, error: Exception) -> ModelError | None:
+def refused_by_hub(name: str, revision: str | None, error: BaseException) -> ModelError | None:
     """What to say of ``error``, which the Hub's client raised for the model ``name``, where the Hub answered that it does not give it."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -51,6 +51,7 @@ from groupwise.models.folder import (
     make_readable_by_4,
     move_into_place,
     only_from_cache,
+    refused_by_hub,
     stored_quantisation,
 )
 from groupwise.models.quantised import multiply_dequantised, quantisation_settings, quantised_layers
@@ -537,7 +538,8 @@ def _explained(config: ModelConfig, what: str) -> Iterator[None]:
     except (ModelError, MemoryError):  # the second is explained where memory is
         raise
     except Exception as error:  # damaged files: errors of several packages, some of no class but this one
-        raise ModelError(_explanation(config, what, error)) from error
+        refused = refused_by_hub(config.name, config.revision, error.__cause__ or error)
+        raise refused or ModelError(_explanation(config, what, error)) from error
 
 
 def _explanation(config: ModelConfig, what: str, error: Exception) -> str:
