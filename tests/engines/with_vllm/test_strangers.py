@@ -18,6 +18,7 @@ import torch
 from groupwise import listening
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.vllm import __main__ as command
+from groupwise.engines.vllm import protocol
 from groupwise.engines.vllm import server as serving
 from groupwise.engines.vllm import service as service_module
 from groupwise.engines.vllm.client import Client
@@ -251,6 +252,19 @@ class TestSecret:
         finally:
             server.close()
         assert made not in "".join(capsys.readouterr())
+
+    def test_servers_that_start_at_once_share_the_first_one_s(self, monkeypatch):
+        real, others = protocol.secrets.token_hex, []
+
+        def meanwhile(size):
+            if not others:
+                others.append(None)
+                others.append(find_secret(make=True))
+            return real(size)
+
+        monkeypatch.setattr(protocol.secrets, "token_hex", meanwhile)
+        assert find_secret(make=True) == others[1] == find_secret()
+        assert list(self.path.parent.iterdir()) == [self.path]
 
     @pytest.mark.parametrize("harm", ["mode", "link", "short", "bytes"])
     def test_a_file_that_keeps_no_secret_is_refused(self, tmp_path, harm):

@@ -25,7 +25,9 @@ import hashlib
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -148,8 +150,14 @@ def find_secret(make: bool = False) -> str | None:
     try:
         if make and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_hex(32) + "\n")
+            handle, written = tempfile.mkstemp(prefix=".vllm-secret-", dir=path.parent)  # readable by its user alone
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(secrets.token_hex(32) + "\n")
+                with suppress(FileExistsError):  # another server was quicker
+                    os.link(written, path)
+            finally:
+                os.unlink(written)
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or status.st_mode & 0o077:
