@@ -327,6 +327,20 @@ def test_weights_for_which_memory_has_no_room_wait_on_the_disk(tmp_path, tiny_ll
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), sent.parameters(), strict=True))
 
 
+def test_what_a_killed_server_left_goes_when_another_starts(tiny_llama, tmp_path):
+    left = tmp_path / "groupwise-weights-left"
+    left.mkdir()
+    (left / "00000-.safetensors").write_bytes(b"x")
+    living = Service(ModelBackend(tiny_llama()), spool=tmp_path)
+    assert not left.exists()
+    living.hold("run", "a run")
+    living.begin("run:1")
+    Service(ModelBackend(tiny_llama()), spool=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1, "the first one lives"
+    living.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_hangup_ends_the_server_and_its_spool_with_it(tmp_path, tiny_llama, monkeypatch):
     import signal
 

@@ -5,6 +5,7 @@ sampler share a process. Needs nothing of vLLM: what computes is a ``Backend``.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,12 +65,16 @@ class _Update:
     id: str
     folders: list[Path]
     """Where parts are written: the last of them."""
+    locks: list[int]
+    """Of each folder, which go with this process, however that ends."""
     arrived: dict[int, tuple[Path, str]] = field(default_factory=dict)
     """The parts: files, and their SHA-256."""
 
     def remove(self) -> None:
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
+        while self.locks:
+            os.close(self.locks.pop())
 
 
 @dataclass
@@ -83,6 +88,28 @@ class _Lease:
 
 
 _MEMORY = Path("/dev/shm")
+_PREFIX = "groupwise-weights-"
+
+
+def _new_folder(parent: Path) -> tuple[Path, int]:
+    """A folder for parts of an update, and the lock on it."""
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    lock = os.open(path, os.O_RDONLY)
+    with suppress(OSError):  # some network file systems lock no folders: there none is removed by others
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return path, lock
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove this user's folders whose server was killed. Their locks tell so in other containers too, unlike process numbers."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is locked, or another user's
+            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _new_file(folder: Path, prefix: str, data: bytes | bytearray) -> Path:
@@ -116,6 +143,8 @@ class Service:
         self.backend, self.where, self.tell = backend, where, tell
         self.shared = None if shared is None else shared.expanduser().resolve()
         self._spool = spool or (_MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir()))
+        for folder in (self._spool, Path(tempfile.gettempdir())):
+            _remove_abandoned(folder)
         self._start = secrets.token_hex(8)
         """Tells this server from one before it at the same address."""
         self.weights: str | None = None
@@ -172,7 +201,8 @@ class Service:
                 return self.digest
             if self._update is None or self._update.id != weights:  # else two processes of one run, which send the same
                 self._drop()
-                self._update = _Update(weights, [Path(tempfile.mkdtemp(prefix="groupwise-weights-", dir=self._spool))])
+                folder, lock = _new_folder(self._spool)
+                self._update = _Update(weights, [folder], [lock])
             return None
 
     def bucket(self, weights: str, index: int, data: bytes | bytearray, sha256: str) -> None:
@@ -202,7 +232,9 @@ class Service:
                 self.tell(f"{_MEMORY} has no room for the weights: further parts wait in {disk}")
                 self._spool = disk
             if len(update.folders) == 1:  # what arrived stays where it is
-                update.folders.append(Path(tempfile.mkdtemp(prefix="groupwise-weights-", dir=disk)))
+                folder, lock = _new_folder(disk)
+                update.folders.append(folder)
+                update.locks.append(lock)
         return _new_file(update.folders[-1], prefix, data)
 
     def bucket_in_file(self, weights: str, index: int, name: str, sha256: str) -> None:
