@@ -73,7 +73,7 @@ def load(rank, offer):  # in a function, as a worker does: who keeps the source 
     with opened(offer, rank, torch.device("cpu")) as source:
         first = {name: tensor.double().sum().item() for name, tensor in read(source)}
         assert first == {name: tensor.double().sum().item() for name, tensor in read(source)}
-        return [source.names, first]
+        return [list(first), first]
 
 print(json.dumps(load(int(sys.argv[1]), json.loads(sys.stdin.read()))))
 """

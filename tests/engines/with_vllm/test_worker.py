@@ -94,13 +94,25 @@ def test_fused_parameters_are_compared_whole_and_a_tied_head_is_packed_again(ten
 
 
 def test_the_memory_of_another_process_is_read_and_compared(tensors):
-    """Handles are opened once, and what they lead to is read three times: names, weights, comparison."""
+    """Handles are opened once, and what they lead to is read twice: to load it, and to compare."""
     script = "import sys\nfrom tests.engines.with_vllm.test_worker import Fused, Worker\n"
     script += "model = Fused()\nprint(Worker(model).groupwise_load(sys.stdin.buffer.read()), float(model.embed.weight.sum()))"
     handles, _kept = handles_to(tensors.items())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], input=handles, capture_output=True, env=environment, check=True)
     assert done.stdout.decode().strip() == f"{FULL} {float(tensors['embed.weight'].sum())}"
+
+
+def test_the_trainer_s_own_tensors_are_made_twice(tensors):
+    """To load them and to compare: each time an adapter is merged."""
+    made = []
+
+    def named():
+        made.append(None)
+        return iter(tensors.items())
+
+    assert Worker(Fused()).groupwise_load(named) == FULL
+    assert len(made) == 2
 
 
 def test_a_part_of_a_fused_parameter_that_did_not_come_is_named(tensors, tmp_path):

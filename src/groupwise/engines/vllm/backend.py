@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.protocol import Broken, Job, Refused, check_versions, found_vllm, shape_of
-from groupwise.engines.vllm.transfer import Adapter, Named, Source, device_id, names_in, read
+from groupwise.engines.vllm.transfer import Adapter, Named, Source, device_id, read
 from groupwise.engines.vllm.wire import nccl_version, opened
 from groupwise.errors import ModelError
 
@@ -55,7 +55,12 @@ class GroupwiseWorker:
     def _load_and_compare(self, source: Sequence[str] | Named) -> dict[str, int]:
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         loaded: set[str] = set()
-        original = model.load_weights
+        original, sent = model.load_weights, set[str]()
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in read(source):
+                sent.add(name)
+                yield name, tensor
 
         def noting(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
             loaded.update(original(weights) or ())
@@ -63,10 +68,10 @@ class GroupwiseWorker:
 
         model.load_weights = noting
         try:
-            self.reload_weights(weights_iterator=read(source))  # type: ignore[attr-defined]
+            self.reload_weights(weights_iterator=named())  # type: ignore[attr-defined]
         finally:
             del model.load_weights
-        missing = _missing(model, loaded, names_in(source))
+        missing = _missing(model, loaded, sent)
         if missing:
             raise ValueError(f"{len(missing)} tensors of vLLM's model were not among those sent, the first {missing[0]}")
         _pack_again(model)

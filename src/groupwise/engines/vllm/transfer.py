@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Adapter", "Named", "Offer", "Source", "device_id", "handles_to", "names_in", "open_handles", "read"]
+__all__ = ["Adapter", "Named", "Offer", "Source", "device_id", "handles_to", "open_handles", "read"]
 
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 """Name and tensor of everything; each call begins again."""
@@ -81,20 +81,13 @@ def read(source: Sequence[str] | Named) -> Iterator[tuple[str, Tensor]]:
     return iter(source()) if callable(source) else _read_files(source)
 
 
-def names_in(source: Sequence[str] | Named) -> set[str]:
-    """The names alone, without sending or reading what they name where that takes long."""
-    if callable(source):
-        return set(getattr(source, "names", ())) or {name for name, _ in source()}
-    return {name for name, _ in _read_files(source, empty=True)}
-
-
-def _read_files(files: Sequence[str], empty: bool = False) -> Iterator[tuple[str, Tensor]]:
+def _read_files(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (the object is no mapping)
-                yield name, torch.empty(0) if empty else tensors.get_tensor(name)
+                yield name, tensors.get_tensor(name)
 
 
 def open_handles(handles: bytes) -> list[tuple[str, Tensor]]:

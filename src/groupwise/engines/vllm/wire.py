@@ -129,7 +129,6 @@ class Received:
     def __init__(self, offer: Offer, rank: int, device: torch.device) -> None:
         if odd := sorted({dtype for _, dtype, _ in offer["tensors"]} - set(_DTYPES)):
             raise ValueError(f"{odd[0]} does not travel between GPUs")
-        self.names = [name for name, _, _ in offer["tensors"]]
         self._offer, self._speaks, self._device = offer, rank == 0, device
         self._store, self._group = _joined(offer, 1 + rank, device)
         self._count = itertools.count()
