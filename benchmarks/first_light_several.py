@@ -246,7 +246,7 @@ def _by_server(place: Place, server: Sequence[str] | None, gpu: int, options: li
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu) if place.on_gpu else ""}
     with held_port() as port:
         url, program = f"http://127.0.0.1:{port}", server or [_vllm_python(), "-m", "groupwise.engines.vllm"]
-        command = [*program, str(model), "--port", str(port), *options]
+        command = [*program, str(model), "--port", str(port), "--dtype", "float32", *options]  # the run's
         serving = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         try:
             shared = _wait_for(url, serving, place)

@@ -23,6 +23,7 @@ from benchmarks.vllm_training import start_server
 from benchmarks.workers import REST_S
 from groupwise import load_config
 from groupwise.engines import Engine, SamplingSettings, make_engine
+from groupwise.engines.vllm.pushing import dtype_name
 from groupwise.models.load import load_policy
 from groupwise.training.setup import prepare
 from groupwise.types import Prompt
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> Result:
     prepared = prepare(config)
     policy = replace(load_policy(config.model), end_token_ids=())  # nothing ends a completion but the limit
     prompts = [prepared.train_prompts[i] for i in range(args.prompts)]
-    options = ["--max-model-tokens", "1024", "--cache-gib", "1", *(["--eager"] if args.vllm_eager else [])]
+    options = ["--dtype", dtype_name(policy.model), "--max-model-tokens", "1024", "--cache-gib", "1"]
+    options += ["--eager"] if args.vllm_eager else []
     model = str(policy.model.config._name_or_path)
     with tempfile.TemporaryDirectory() as folder:
         process, url = start_server(args.vllm_python, model, Path(folder) / "log", threads=args.threads, options=options)

@@ -23,6 +23,7 @@ from groupwise import load_config, train
 from groupwise.config.schema import Config
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.protocol import Unreachable
+from groupwise.models.devices import with_dtype
 from groupwise.models.embedded import EMBEDDED_NAME, ensure_embedded_model
 
 __all__ = ["main", "report", "start_server"]
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     config = load_config("quickstart", [f"training.steps={args.steps}", f"training.threads={args.threads}", *args.settings])
     model = str(ensure_embedded_model(print)) if config.model.name == EMBEDDED_NAME else config.model.name
-    options = ["--max-model-tokens", "1024", "--cache-gib", "1", *(["--eager"] if args.eager else [])]
+    options = ["--dtype", with_dtype(config.model).dtype, "--max-model-tokens", "1024", "--cache-gib", "1"]
+    options += ["--eager"] if args.eager else []
     started = time.perf_counter()
     process, url = start_server(args.vllm_python, model, args.out / "server.log", threads=args.threads, options=options)
     print(f"the server was up after {time.perf_counter() - started:.0f} s")

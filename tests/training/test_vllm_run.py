@@ -238,6 +238,14 @@ def test_a_context_that_is_vllm_s_is_called_so(server, small_config, letters):
             prepare(small_config(rollout=rollout, **sections), rewards=letters)
 
 
+def test_a_server_of_a_narrower_dtype_is_told_before_weights_are_read(server, small_config, letters):
+    about = server.service.backend.about()
+    server.service.backend.about = lambda: {**about, "dtype": "bfloat16"}
+    config = small_config(rollout={"engine": "vllm", "vllm": {"url": server.url}}, model={"dtype": "float32"})
+    with pytest.raises(ConfigError, match="computes in bfloat16, but float32 weights are trained: start it with --dtype float32"):
+        prepare(config, rewards=letters)
+
+
 def test_a_server_that_is_not_there_is_told_before_weights_are_read(small_config, letters, quiet, tmp_path):
     config = small_config(rollout={"engine": "vllm", "vllm": {"url": "http://127.0.0.1:9"}})
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.url .*nobody answers"):

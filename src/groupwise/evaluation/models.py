@@ -68,6 +68,7 @@ def evaluate_model(
     from groupwise.engines.vllm.engine import check_vllm
     from groupwise.engines.wrappers import DealtEngine
     from groupwise.episodes import open_episodes, playing
+    from groupwise.models.devices import with_dtype
     from groupwise.models.load import (
         check_model,
         context_length,
@@ -92,7 +93,8 @@ def evaluate_model(
         logger.warning("%s: %s", model, said)
     hf_config = load_model_config(model_config)
     context = context_length(hf_config, tokenizer)
-    room = min(context, check_vllm(config.rollout, hf_config, model, config.model.device) or context)
+    dtype = with_dtype(model_config).dtype
+    room = min(context, check_vllm(config.rollout, hf_config, model, config.model.device, dtype) or context)
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(model_config)), open_agents)
     prompts = held_out_prompts(problems, tokenizer, config, system, room, episodes, by_vllm=room < context)
     world = world or World()

@@ -175,7 +175,9 @@ def prepare(config: Config, rewards: Rewards | None = None, processes: int | Non
     episodes = open_episodes(config, tokenizer, end_token_ids(tokenizer, hf_config, generation_config(config.model)), open_agents)
     check_sharding(config, hf_config, processes)
     own_context = context_length(hf_config, tokenizer)
-    context = min(own_context, check_vllm(config.rollout, hf_config, config.model.name, config.model.device) or own_context)
+    model = with_dtype(config.model)
+    room = check_vllm(config.rollout, hf_config, model.name, model.device, model.dtype)
+    context = min(own_context, room or own_context)
     by_vllm = context < own_context
     check_critic(config, tokenizer, context)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -261,6 +262,26 @@ def test_a_server_with_another_model_is_refused_before_anything_is_loaded(serve,
         check_vllm(rollout, tiny_qwen2().config, "a/b")
     with pytest.raises(ConfigError, match=r"\(vocab_size 128, not 160\)"):
         check_vllm(rollout, tiny_llama(vocab_size=160).config, "a/b")
+
+
+@pytest.mark.parametrize(
+    ("trained", "computes", "taken"),
+    [
+        ("float32", "float32", True), ("float32", "bfloat16", False), ("bfloat16", "float32", True), ("bfloat16", "bfloat16", True),
+        ("bfloat16", "float16", False), ("float16", "bfloat16", False),
+    ],
+)  # fmt: skip
+def test_a_server_that_would_round_the_weights_is_refused(trained, computes, taken, serve, engine_over, tiny_llama):
+    """To the nearest: small updates would never reach what is sampled."""
+    server, model = serve(tiny_llama()), tiny_llama().to(getattr(torch, trained))
+    about, rollout = server.backend.about(), RolloutConfig(engine="vllm", vllm={"url": server.url})
+    server.backend.about = lambda: {**about, "dtype": computes}
+    said = f"computes in {computes}, but {trained} weights are trained: start it with --dtype {trained}"
+    with nullcontext() if taken else pytest.raises(ConfigError, match=said):
+        check_vllm(rollout, model.config, "a/b", dtype=trained)
+    if not taken:
+        with pytest.raises(TrainingError, match=said):  # one that was restarted
+            engine_over(server, model)
 
 
 def test_rotations_by_type_of_layer_are_compared_as_one_version_s_and_the_other_s():

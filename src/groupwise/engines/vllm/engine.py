@@ -37,7 +37,7 @@ from groupwise.engines.vllm.protocol import (
     check_versions,
     owner_of,
 )
-from groupwise.engines.vllm.pushing import RetryLimit, Way, check_pushable, push, shares_device
+from groupwise.engines.vllm.pushing import RetryLimit, Way, check_pushable, dtype_name, push, shares_device
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.limits import VLLM_COLDEST
 from groupwise.memory import reclaim_memory
@@ -355,9 +355,9 @@ class VllmEngine(Engine):
         return apart
 
 
-def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str, device: str = "auto") -> int | None:
+def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str, device: str = "auto", dtype: str | None = None) -> int | None:
     """Most tokens of prompt and completion together that vLLM takes; None where another engine samples, or vLLM in this process takes the
-    model's context. ``device``: the policy's.
+    model's context. ``device`` and ``dtype``: the policy's.
 
     Raises ConfigError where no server answers, or one of other versions, with another model, or that works for another run, or where vLLM
     in this process would not do.
@@ -375,12 +375,12 @@ def check_vllm(rollout: RolloutConfig, hf_config: Any, model: str, device: str =
             )
         check_versions()
         return rollout.vllm.max_model_tokens
-    return _check_server(_client(rollout.vllm), hf_config, model)
+    return _check_server(_client(rollout.vllm), hf_config, model, dtype)
 
 
-def _check_server(client: Client, hf_config: Any, model: str) -> int:
+def _check_server(client: Client, hf_config: Any, model: str, dtype: str | None) -> int:
     try:
-        hello = check_server(client, hf_config, model)
+        hello = check_server(client, hf_config, model, dtype)
     except Starting as error:
         raise ConfigError(f"{error}: start the run when it says that it samples") from error
     except Unreachable as error:
@@ -418,7 +418,7 @@ def open_vllm_engine(
     Raises ConfigError, ModelError or TrainingError where that cannot be.
     """
     check_pushable(policy.model, policy.name)
-    check_vllm(rollout, policy.model.config, policy.name, str(policy.model.device))
+    check_vllm(rollout, policy.model.config, policy.name, str(policy.model.device), dtype_name(policy.model))
     settings = rollout.vllm
     link = _client(settings) if settings.url is not None else _own(policy, rollout)
     return VllmEngine(

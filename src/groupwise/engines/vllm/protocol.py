@@ -211,8 +211,9 @@ def shape_of(hf_config: Any) -> dict[str, Any]:
     return {name: value for name, value in shape.items() if isinstance(value, (bool, int, float, str))}
 
 
-def check_server(link: Link, hf_config: Any, model: str) -> dict[str, Any]:
-    """What the server says of itself. Raises ConfigError where it speaks another protocol or has another model, and as `Link.hello`."""
+def check_server(link: Link, hf_config: Any, model: str, dtype: str | None = None) -> dict[str, Any]:
+    """What the server says of itself. ``dtype``: the policy's, where it is known. Raises ConfigError where the server speaks
+    another protocol, has another model, or rounds the policy's weights; and as `Link.hello`."""
     hello = link.hello()
     if hello.get("protocol") != PROTOCOL:
         raise ConfigError(
@@ -225,6 +226,11 @@ def check_server(link: Link, hf_config: Any, model: str) -> dict[str, Any]:
         told = ", ".join(f"{name} {theirs[name]}, not {ours[name]}" for name in other)
         raise ConfigError(
             f"the server at {link.where} has the model {hello['model']!r} ({told}), but {model} is trained: start it with that model"
+        )
+    if dtype is not None and hello["dtype"] not in (dtype, "float32"):  # small updates would be rounded off
+        raise ConfigError(
+            f"the server at {link.where} computes in {hello['dtype']}, but {dtype} weights are trained: start it with "
+            f"--dtype {dtype}"
         )
     return hello
 

@@ -36,7 +36,17 @@ from groupwise.models.merging import is_adapted_layer, merged_weight
 if TYPE_CHECKING:
     from groupwise.models.load import Policy
 
-__all__ = ["RetryLimit", "Way", "check_pushable", "named_weights", "packed_buckets", "push", "shares_device", "why_no_wire"]
+__all__ = [
+    "RetryLimit",
+    "Way",
+    "check_pushable",
+    "dtype_name",
+    "named_weights",
+    "packed_buckets",
+    "push",
+    "shares_device",
+    "why_no_wire",
+]
 
 logger = logging.getLogger("groupwise")
 
@@ -51,6 +61,11 @@ def check_pushable(model: Any, name: str) -> None:
         raise ConfigError(
             f"rollout.engine is vllm, which is sent plain weights, but {name} has {reason}: use rollout.engine=auto"
         )
+
+
+def dtype_name(model: Any) -> str:
+    """As the setting ``model.dtype`` has it."""
+    return str(model.dtype).removeprefix("torch.")
 
 
 @torch.no_grad()
@@ -164,7 +179,8 @@ def push(
     while True:
         alone = None
         try:
-            found = check_server(link, model.config, policy.name)  # it may have been restarted, with something else
+            # It may have been restarted, with something else.
+            found = check_server(link, model.config, policy.name, dtype_name(model))
             if found.get("start") != way.start:
                 way.close()
                 way.start = found.get("start")
