@@ -154,6 +154,11 @@ def test_vllm_in_the_run_s_own_process_is_started_for_as_many_tokens_as_are_aske
         assert check_vllm(rollout, policy.model.config, "some/model") == wanted, "prompts are held to it"
         _own(policy, rollout)
     assert [options.max_model_tokens for options in asked] == [256, 48, 256]
+    assert {(options.revision, options.trust_remote_code) for options in asked} == {(None, False)}
+    policy.model.config._commit_hash = "f00"  # as of a model from the Hub, with code of its own
+    monkeypatch.setattr(type(policy.model), "__module__", "transformers_modules.a.b")
+    _own(policy, RolloutConfig(engine="vllm"))
+    assert (asked[-1].revision, asked[-1].trust_remote_code) == ("f00", True)
 
 
 def test_a_sampler_that_did_not_take_the_weights_is_found_out(serve, engine_over, tiny_llama, shifted):

@@ -147,6 +147,9 @@ class VllmOptions:
     """How vLLM is started."""
 
     model: str
+    revision: str | None = None
+    """Of a model on the Hub."""
+    trust_remote_code: bool = False
     dtype: str = "bfloat16"
     max_model_tokens: int | None = None
     """Prompt and completion together; by default the model's context."""
@@ -192,7 +195,8 @@ class VllmBackend:
             more |= {"enable_lora": True, "max_lora_rank": options.adapter_rank, "max_loras": 1, "max_cpu_loras": 1}
         cache = None if options.cache_gib is None else int(options.cache_gib * 2**30)
         arguments = EngineArgs(
-            model=options.model, dtype=options.dtype, max_model_len=options.max_model_tokens, max_num_seqs=options.max_sequences,
+            model=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code,
+            dtype=options.dtype, max_model_len=options.max_model_tokens, max_num_seqs=options.max_sequences,
             gpu_memory_utilization=options.memory_share, kv_cache_memory_bytes=cache, enforce_eager=options.eager,
             tensor_parallel_size=options.tensor_parallel, block_size=block, seed=options.seed, enable_prefix_caching=True,
             logprobs_mode="processed_logprobs", generation_config="vllm", skip_tokenizer_init=True, disable_log_stats=True,

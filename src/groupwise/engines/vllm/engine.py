@@ -42,6 +42,7 @@ from groupwise.errors import ConfigError, TrainingError
 from groupwise.limits import VLLM_COLDEST
 from groupwise.memory import reclaim_memory
 from groupwise.metrics import Max, Mean, Metric, Sum
+from groupwise.models.adapters import base_module
 from groupwise.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -434,13 +435,16 @@ def _client(settings: VllmConfig) -> Client:
 
 
 def _own(policy: Policy, rollout: RolloutConfig) -> Any:
-    """vLLM in this process. It loads the same folder, whose weights are then replaced."""
+    """vLLM in this process. It loads the same folder, or the same revision of a model on the Hub; the weights are then replaced.
+    The model's own code runs there only where it runs here."""
     from groupwise.engines.vllm.backend import VllmBackend, VllmOptions
     from groupwise.engines.vllm.service import Service
 
-    settings, context = rollout.vllm, policy.context_length
+    settings, context, config = rollout.vllm, policy.context_length, policy.model.config
+    brings_code = any(type(part).__module__.startswith("transformers_modules.") for part in (config, base_module(policy.model)))
     options = VllmOptions(
-        model=str(policy.model.config._name_or_path), dtype=str(policy.model.dtype).removeprefix("torch."),
+        model=str(config._name_or_path), revision=getattr(config, "_commit_hash", None), trust_remote_code=brings_code,
+        dtype=dtype_name(policy.model),
         max_model_tokens=min(settings.max_model_tokens or context, context), max_sequences=rollout.max_concurrent_sequences,
         memory_share=settings.gpu_memory_share, cache_gib=settings.cache_gib, eager=settings.eager,
         sleeps=settings.sleep_mode and not rollout.ahead,
