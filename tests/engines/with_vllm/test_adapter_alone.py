@@ -15,7 +15,7 @@ from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.backend import _Adapters, _Load
 from groupwise.engines.vllm.pushing import adapter_alone, named_weights
 from groupwise.engines.vllm.transfer import Adapter
-from groupwise.models.adapters import attach, base_module, peft_config_of
+from groupwise.models.adapters import AdapterScorer, attach, base_module, peft_config_of
 from groupwise.models.merging import is_adapted_layer, merged_weight
 from tests.engines.with_vllm.test_worker import Recorder
 
@@ -62,6 +62,17 @@ def test_a_merged_adapter_is_pushed_as_it_is_learnt(adapted):
         weight = pushed[f"{name}.weight"]
         assert torch.equal(weight, merged_weight(layer))
         assert not torch.equal(weight, layer.base_layer.weight)
+
+
+def test_the_probe_scores_without_the_dropout_of_learning(serve, engine_over, tiny_llama, adapted):
+    """It stays on behind a pass with gradients, whose backward pass may compute anew."""
+    model = adapted(dropout=0.5)
+    engine, scorer = engine_over(serve(tiny_llama()), model), AdapterScorer(model)
+    scorer.score(scorer.prepare([((3, 4, 5), [(7, 8, 9, 2)])]))
+    engine.metrics()
+    engine.refresh(1)
+    assert 0 < engine._push_s
+    assert engine._probed < 1e-3
 
 
 def test_the_base_goes_once_and_then_the_factors_alone(serve, engine_over, tiny_llama, adapted, make_prompts, shifted, scored):

@@ -341,9 +341,12 @@ class VllmEngine(Engine):
         Raises TrainingError where it shows that the server computes something else than this model.
         """
         assert policy is not None, "the first process was not given the whole weights"
-        prompt = tuple((13 + 7919 * k) % self._vocabulary for k in range(16))
-        row = dict(self._rows([Job(prompt, 1, _PROBE_TOKENS)], SamplingSettings(max_tokens=_PROBE_TOKENS), repair=repair))[0]
+        room = self._way.room
+        prompt = tuple((13 + 7919 * k) % self._vocabulary for k in range(min(16, room // 2)))
+        most = min(_PROBE_TOKENS, room - len(prompt))
+        row = dict(self._rows([Job(prompt, 1, most)], SamplingSettings(max_tokens=most), repair=repair))[0]
         ids = torch.tensor([[*prompt, *row["tokens"]]], device=policy.model.device)
+        policy.model.eval()  # an adapter's dropout may still be on; whoever learns sets it again
         with torch.no_grad():
             logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         scored_T = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()

@@ -140,6 +140,8 @@ class Way:
     wire: Wire | None = None
     start: str | None = None
     """Which start of the server it leads to, as that says: the workers of another are not in the wire's group."""
+    room: int = 0
+    """Tokens of prompt and completion together that the server takes."""
     adapters: bool = True
     """Whether an adapter is sent alone to a server that takes some."""
     told: bool = False
@@ -184,6 +186,7 @@ def push(
             if found.get("start") != way.start:
                 way.close()
                 way.start = found.get("start")
+            way.room = found["max_model_tokens"]
             take_hold()
             alone = adapter_alone(model, found) if way.adapters else None
             if alone is None:
