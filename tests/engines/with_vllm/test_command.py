@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 
 import pytest
 
+from groupwise.config import load_config
 from groupwise.config.schema import RolloutConfig
 from groupwise.engines.vllm import __main__ as command
 from groupwise.engines.vllm import protocol
@@ -102,6 +104,8 @@ def test_the_help_shows_both_ends(capsys):
     told = capsys.readouterr().out
     assert "rollout.engine=vllm rollout.vllm.url=http://127.0.0.1:8300" in told
     assert "--tensor-parallel" in told
+    served = re.search(r"^examples:\n  python -m groupwise\.engines\.vllm (\S+)$", told, re.MULTILINE)[1]
+    assert load_config(re.search(r"groupwise train (\S+) ", told)[1]).model.name == served
 
 
 def test_it_serves_until_vllm_breaks_down(say, folder, tiny_llama, monkeypatch):

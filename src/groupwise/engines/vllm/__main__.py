@@ -32,7 +32,7 @@ It runs in vLLM's environment, with groupwise's source on PYTHONPATH, and works 
 {SECRET} on both sides, or the file ~/.cache/groupwise/vllm-secret, which the first server makes. It travels unencrypted.
 """
 _EXAMPLES = f"""examples:
-  {_PROGRAM} Qwen/Qwen2.5-1.5B-Instruct
+  {_PROGRAM} Qwen/Qwen2.5-0.5B-Instruct
   {_PROGRAM} models/qwen-7b --host 0.0.0.0 --tensor-parallel 4
   VLLM_CPU_OMP_THREADS_BIND=0-1 {_PROGRAM} ~/.cache/groupwise/models/MODEL --cache-gib 1 --eager
 
