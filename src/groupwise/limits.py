@@ -15,14 +15,16 @@ __all__ = [
     "PREFILL_TOKENS",
     "QUERY_BLOCK",
     "VLLM_COLDEST",
+    "VLLM_HOTTEST",
     "ZERO_BUCKET",
     "logit_columns",
 ]
 
 LARGEST_REWARD = 1e12
 """Rewards of another size are a mistake: squares of advantages and gradients made of them leave fp32."""
-VLLM_COLDEST = 0.01
-"""vLLM samples at this temperature where it is given a lower one above 0 (``SamplingParams``)."""
+VLLM_COLDEST, VLLM_HOTTEST = 0.01, 2.0
+"""vLLM's temperatures (``SamplingParams``): given a lower one above 0 it samples at the first, and it refuses those above the
+second."""
 
 PREFILL_TOKENS = 4096
 """Most prompt tokens that the built-in engine computes at a time, so that prefill needs no more memory than learning does."""

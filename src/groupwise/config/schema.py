@@ -18,7 +18,7 @@ from groupwise.config.objective import ValueConfig
 from groupwise.config.rewards import RewardFunctionConfig, RewardsConfig
 from groupwise.config.section import Section, explained
 from groupwise.importing import nearest
-from groupwise.limits import VLLM_COLDEST
+from groupwise.limits import VLLM_COLDEST, VLLM_HOTTEST
 
 __all__ = [
     "AlgorithmConfig",
@@ -589,10 +589,10 @@ class Config(Section):
         if self.rollout.engine == "vllm":
             judged = [("evaluation.temperature", self.evaluation.temperature)] * ("sampled" in self.evaluation.modes)
             for name, temperature in [("rollout.temperature", self.rollout.temperature), *judged]:
-                if temperature < VLLM_COLDEST:
+                if not VLLM_COLDEST <= temperature <= VLLM_HOTTEST:
                     raise ValueError(
-                        f"{name} is {temperature:g}, but vLLM samples at {VLLM_COLDEST:g} in place of lower temperatures (rollout.engine): "
-                        f"set it to {VLLM_COLDEST:g} or more, or engine to auto"
+                        f"{name} is {temperature:g}, but vLLM samples at {VLLM_COLDEST:g} in place of lower temperatures, and "
+                        f"takes none above {VLLM_HOTTEST:g} (rollout.engine): set it to one between them, or engine to auto"
                     )
         if ahead and algorithm.stale_samples == "behaviour" and algorithm.loss.type == "reinforce":
             raise ValueError(

@@ -112,13 +112,17 @@ def test_it_serves_until_vllm_breaks_down(say, folder, tiny_llama, monkeypatch):
     backend = ModelBackend(tiny_llama())
     backend.broken = threading.Event()
     backend.broken.set()
+    backend.end = "vLLM broke down (RuntimeError: no memory)"
     monkeypatch.setattr(command, "_start_vllm", lambda args, model: backend)
     code, told = say(folder, "--port", "0")
     assert code == 1
     lines = told.splitlines()
     assert lines[0].startswith(f"groupwise: vLLM loads {folder}; until it has, http://127.0.0.1:")
     assert lines[1].startswith("groupwise: transformers samples some/model (float32) at http://127.0.0.1:")
-    assert lines[2] == "groupwise: vLLM broke down, as its own lines above say: start this server again, the trainer waits for it"
+    assert lines[2] == (
+        "groupwise: vLLM broke down (RuntimeError: no memory), as its own lines above say: start this server again, the trainer waits "
+        "for it"
+    )
 
 
 def test_a_signal_is_a_good_end(say, folder, monkeypatch):

@@ -9,8 +9,9 @@ from groupwise.config.schema import Config, CorrectionConfig, LoraConfig
 from groupwise.distributed import World
 from groupwise.engines.base import SampleRequest, SamplingSettings
 from groupwise.engines.vllm.engine import request_seed
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, ModelError
 from groupwise.models.adapters import attach, peft_config_of
+from groupwise.types import Problem, Prompt
 from tests.waiting import comes
 
 SAMPLED = SamplingSettings(max_tokens=12)
@@ -45,15 +46,45 @@ def test_completions_come_from_the_policy_with_its_log_probabilities(serve, engi
     assert flat[0].text == "".join(f"{token} " for token in flat[0].token_ids if token != 2)
 
 
-def test_a_temperature_that_vllm_would_replace_is_refused(serve, engine_over, tiny_llama, make_prompts):
+@pytest.mark.parametrize(
+    ("ids", "said"), [((5, 128), "has the token 128, but the model has rows for 128 alone"), ((), "has no tokens")]
+)
+def test_a_prompt_that_the_model_cannot_read_is_refused(ids, said, serve, engine_over, tiny_llama):
+    engine, prompt = engine_over(serve(tiny_llama()), tiny_llama()), Prompt(Problem("p", "?", "1"), "?", ids)
+    for ask in (
+        lambda: engine.sample([prompt], 2, SAMPLED, seed=3, scope="s"),
+        lambda: engine.stream(prompt, SAMPLED, seed=3, on_text=print),
+    ):
+        with pytest.raises(ModelError, match=f"problem 'p' {said}"):
+            ask()
+
+
+def test_end_tokens_that_the_model_cannot_sample_are_left_out(serve, engine_over, tiny_llama, make_prompts):
+    """vLLM refuses them."""
+    engine = engine_over(serve(tiny_llama()), tiny_llama(), ends=(2, 127, 128, 500))
+    assert engine.end_token_ids == {2, 127}
+
+
+@pytest.mark.parametrize("room", [2, 40])
+def test_the_probe_fits_a_short_context(room, serve, engine_over, tiny_llama):
+    server = serve(tiny_llama(), max_model_tokens=room)
+    engine_over(server, tiny_llama())
+    assert server.backend.asked == [1]
+
+
+def test_a_temperature_that_vllm_would_replace_or_refuse_is_refused(serve, engine_over, tiny_llama, make_prompts):
     """It samples at 0.01 in place of lower ones, and the log-probabilities would be those of another distribution."""
     engine, prompts = engine_over(serve(tiny_llama()), tiny_llama()), make_prompts([3])
     with pytest.raises(ConfigError, match=r"temperature is 0\.005, but vLLM samples at 0\.01"):
         engine.sample(prompts, 1, SamplingSettings(max_tokens=2, temperature=0.005), seed=3, scope="s")
-    for settings in ({"temperature": 0.01}, {"temperature": 0.005, "greedy": True}):
+    with pytest.raises(ConfigError, match=r"temperature is 2\.5, but vLLM .* takes none above 2: ask for one between"):
+        engine.sample(prompts, 1, SamplingSettings(max_tokens=2, temperature=2.5), seed=3, scope="s")
+    for settings in ({"temperature": 0.01}, {"temperature": 2.0}, {"temperature": 0.005, "greedy": True}):
         assert len(engine.sample(prompts, 1, SamplingSettings(max_tokens=2, **settings), seed=3, scope="s")) == 1
     with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.005, but vLLM samples at 0\.01"):
         Config(rollout={"engine": "vllm", "temperature": 0.005})
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 2\.5, but vLLM .* takes none above 2 \(rollout.engine\)"):
+        Config(rollout={"engine": "vllm", "temperature": 2.5})
     with pytest.raises(ConfigError, match=r"evaluation\.temperature is 0\.005"):
         Config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.005})
     Config(rollout={"engine": "vllm"}, evaluation={"temperature": 0.005, "modes": ["greedy"]})

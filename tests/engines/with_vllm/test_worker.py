@@ -16,7 +16,7 @@ from torch import nn
 
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.backend import GroupwiseWorker, VllmBackend, _Adapters, _Call, _Load, _Sleep
-from groupwise.engines.vllm.protocol import Job
+from groupwise.engines.vllm.protocol import Broken, Job, Refused
 from groupwise.engines.vllm.transfer import handles_to
 
 FULL = {"compared": 2, "repacked": 0, "sharded": 0}
@@ -189,15 +189,26 @@ def test_what_vllm_does_not_do_is_told_to_whoever_asked(made):
         item.result.result()
 
 
-@pytest.mark.parametrize("when", ["before it is begun", "under way"])
-def test_new_weights_do_not_wait_for_what_a_client_gave_up(when, monkeypatch):
-    """The service lets them come once nobody waits for the completions; the engine's thread may not know of that yet."""
+@pytest.fixture
+def backend_over(monkeypatch):
+    """``backend_over(engine, arrivals)``: one whose thread has not begun. ``arrivals``: what comes before each step, if not what does."""
     monkeypatch.setattr("groupwise.engines.vllm.backend._parameters", lambda call, job: None)
+
+    def make(engine, arrivals=None):
+        backend = VllmBackend.__new__(VllmBackend)
+        backend._inbox, backend.broken, backend._failed, backend._steps = queue.SimpleQueue(), threading.Event(), None, 0
+        backend._adapter, backend.engine = _Adapters(), engine
+        if arrivals is not None:
+            backend._arrivals = lambda wait: next(arrivals)
+        return backend
+
+    return make
+
+
+@pytest.mark.parametrize("when", ["before it is begun", "under way"])
+def test_new_weights_do_not_wait_for_what_a_client_gave_up(when, backend_over):
+    """The service lets them come once nobody waits for the completions; the engine's thread may not know of that yet."""
     call, load = _Call(SamplingSettings(max_tokens=8), [Job((3, 4), 1, 8)], (2,), False), _Load([], "run:1")
-    backend = VllmBackend.__new__(VllmBackend)
-    backend._inbox, backend.broken, backend._failed, backend._steps = queue.SimpleQueue(), threading.Event(), None, 0
-    backend._adapter, backend.engine = _Adapters(), Recorder(step=[])
-    backend._inbox.put(None)
 
     def arrivals():
         if when == "under way":
@@ -206,13 +217,67 @@ def test_new_weights_do_not_wait_for_what_a_client_gave_up(when, monkeypatch):
         yield [load] if when == "under way" else [call, load]
         yield [None]
 
-    script = arrivals()
-    backend._arrivals = lambda wait: next(script)
+    backend = backend_over(Recorder(step=[]), arrivals())
+    backend._inbox.put(None)
     backend._loop()
     assert backend._failed is None
     assert load.result.result(1) == FULL
     aborted = [asked[1] for asked in backend.engine.asked if asked[0] == "abort_request"]
     assert aborted == ([["groupwise-0"]] if when == "under way" else [])
+
+
+def test_a_request_that_vllm_refuses_ends_its_call_alone(backend_over):
+    class VLLMValidationError(Exception):
+        """As in vLLM: no ValueError."""
+
+    def add_request(name, prompt, parameters, lora_request):
+        if not prompt["prompt_token_ids"]:
+            raise VLLMValidationError("The decoder prompt cannot be empty")
+
+    refused, served = (_Call(SamplingSettings(max_tokens=8), [Job(ids, 1, 8)], (2,), False) for ids in ((), (3, 4)))
+    logprobs = SimpleNamespace(start_indices=[0], logprobs=[-0.5])
+    one = SimpleNamespace(token_ids=[5], logprobs=logprobs, weight_versions=())
+    output = SimpleNamespace(request_id="groupwise-1", outputs=[one], finished=True, num_cached_tokens=0)
+    backend = backend_over(Recorder(step=[output]), iter([[refused], [served], [None]]))
+    backend._inbox.put(None)
+    backend.engine.add_request = add_request
+    backend._loop()
+    told = refused.rows.get(timeout=1)
+    assert isinstance(told, Refused)
+    assert "prompt cannot be empty" in str(told)
+    assert served.rows.get(timeout=1)["tokens"] == [5]
+    assert backend._failed is None
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_who_waits_for_completions_is_told_that_none_will_come(dies, backend_over, monkeypatch):
+    class EngineDeadError(Exception):
+        pass
+
+    monkeypatch.setattr("groupwise.engines.vllm.backend._BEAT_S", 0.05)
+    engine, told = Recorder(step=[], **({"add_request": EngineDeadError("gone")} if dies else {})), queue.SimpleQueue()
+    engine.model_config = SimpleNamespace(max_model_len=64)
+    backend = backend_over(engine)
+    backend._thread = threading.Thread(target=backend._loop, daemon=True)
+    backend._thread.start()
+
+    def wait(rows):
+        try:
+            list(rows)
+        except Broken as broken:
+            told.put(str(broken))
+
+    def ask():
+        return backend.sample(SamplingSettings(max_tokens=8), [Job((3, 4), 1, 8)], [2], False)
+
+    rows = ask()
+    if not dies:
+        assert "beat" in next(rows), "it is under way"
+        backend.close()
+    for asked in (rows, ask()):  # before the end, and after it
+        threading.Thread(target=wait, args=(asked,), daemon=True).start()
+        assert told.get(timeout=60) == ("vLLM broke down (EngineDeadError: gone)" if dies else "vLLM was ended")
+    backend.close()
 
 
 def test_vllm_ends_once_nobody_steps_it():

@@ -81,7 +81,7 @@ def _serve(args: argparse.Namespace) -> None:
         about = backend.about()
         _say(f"{about['backend']} samples {about['model']} ({about['dtype']}) at {server.url}")
         backend.broken.wait()
-        raise TrainingError("vLLM broke down, as its own lines above say: start this server again, the trainer waits for it")
+        raise TrainingError(f"{backend.end}, as its own lines above say: start this server again, the trainer waits for it")
     finally:
         server.close()
 

@@ -216,9 +216,14 @@ class VllmBackend:
         self._thread = threading.Thread(target=self._loop, name="groupwise-vllm", daemon=True)
         self._thread.start()
 
+    @property
+    def end(self) -> str:
+        """How vLLM came to its end, as far as is known."""
+        return "vLLM was ended" if self._failed is None else f"vLLM broke down ({_brief(self._failed)})"
+
     def about(self) -> dict[str, Any]:
         if self._failed is not None:
-            raise Broken(f"vLLM broke down ({_brief(self._failed)})")
+            raise Broken(self.end)
         config = self.engine.model_config
         return {
             "backend": " ".join(found_vllm() or ("vllm", "?")), "model": self.options.model, "shape": shape_of(config.hf_config),
@@ -259,6 +264,8 @@ class VllmBackend:
                 try:
                     row = call.rows.get(timeout=_BEAT_S)
                 except queue.Empty:
+                    if self._failed is not None or not self._thread.is_alive():
+                        raise Broken(self.end) from None
                     if self._steps != steps:  # a sign of life only where there is life
                         steps = self._steps
                         yield {"beat": steps}
@@ -302,8 +309,8 @@ class VllmBackend:
             self._failed = error
             self.broken.set()
             for call in {id(call): call for call, _ in calls.values()}.values():
-                call.rows.put(Broken(f"vLLM broke down ({_brief(error)})"))
-            self._refuse_the_rest(error)
+                call.rows.put(Broken(self.end))
+            self._refuse_the_rest()
 
     def _arrivals(self, wait: bool) -> list[Any]:
         items = [self._inbox.get()] if wait else []
@@ -311,10 +318,9 @@ class VllmBackend:
             items.append(self._inbox.get())
         return items
 
-    def _refuse_the_rest(self, error: BaseException) -> None:
+    def _refuse_the_rest(self) -> None:
         while True:
-            item = self._inbox.get()
-            refusal = Broken(f"vLLM broke down ({_brief(error)})")
+            item, refusal = self._inbox.get(), Broken(self.end)
             if item is None:
                 return
             if isinstance(item, _Load | _Sleep):
@@ -334,7 +340,9 @@ class VllmBackend:
                     name, {"prompt_token_ids": list(job.prompt)}, _parameters(call, job), lora_request=self._adapter.request
                 )
                 added[name] = (call, place)
-        except ValueError as error:
+        except Exception as error:  # vLLM's refusals are no ValueErrors, and have no base that all its versions know
+            if type(error).__name__ == "EngineDeadError":
+                raise
             self.engine.abort_request(list(added))
             call.rows.put(Refused(_brief(error)))
             return {}

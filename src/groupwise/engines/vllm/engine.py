@@ -22,7 +22,7 @@ import torch
 from groupwise.config.combinations import refuse_with_vllm
 from groupwise.config.schema import RolloutConfig, VllmConfig
 from groupwise.distributed import World
-from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, text_of
+from groupwise.engines.base import Engine, Progress, SampleRequest, SamplingSettings, refuse_unknown, text_of
 from groupwise.engines.builtin.draw import seed_key
 from groupwise.engines.vllm.client import Client
 from groupwise.engines.vllm.protocol import (
@@ -39,7 +39,7 @@ from groupwise.engines.vllm.protocol import (
 )
 from groupwise.engines.vllm.pushing import RetryLimit, Way, check_pushable, dtype_name, push, shares_device
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.limits import VLLM_COLDEST
+from groupwise.limits import VLLM_COLDEST, VLLM_HOTTEST
 from groupwise.memory import reclaim_memory
 from groupwise.metrics import Max, Mean, Metric, Sum
 from groupwise.models.adapters import base_module
@@ -91,7 +91,8 @@ class VllmEngine(Engine):
         check_pushable(policy.model, policy.name)
         self.policy, self.link, self.world = policy, link, world or World()
         self.bucket_bytes, self.patience_s, self.collect, self.frozen = bucket_bytes, patience_s, collect, frozen
-        self.end_token_ids = frozenset(policy.end_token_ids)
+        # vLLM refuses those that the model cannot sample.
+        self.end_token_ids = frozenset(token for token in policy.end_token_ids if token < self._vocabulary)
         self.policy_version = 0
         self._owner = self.world.on_rank0(lambda: uuid.uuid4().hex[:12])
         self.divided = False
@@ -165,6 +166,7 @@ class VllmEngine(Engine):
         Raises TrainingError where the server is down for longer than ``patience_s``, or answers with something else than was asked.
         """
         prompts, samples_per_prompt = request.prompts, request.samples_per_prompt
+        refuse_unknown(prompts, self._vocabulary)
         places = [(i, sample) for i in range(len(prompts)) for sample in range(samples_per_prompt)]
         jobs = [
             Job(p.token_ids, request_seed(request.seed, request.scope, p.problem.id, sample, p.occurrence), request.limit_of(i))
@@ -184,6 +186,7 @@ class VllmEngine(Engine):
 
     def stream(self, prompt: Prompt, settings: SamplingSettings, *, seed: int, on_text: Callable[[str], None]) -> Completion:
         """See ``Engine.stream``."""
+        refuse_unknown([prompt], self._vocabulary)
         job = Job(prompt.token_ids, request_seed(seed, "stream", prompt.problem.id, 0), settings.max_tokens)
         shown, tokens = "", list[int]()
 
@@ -217,12 +220,12 @@ class VllmEngine(Engine):
         """Each job's place and row, once, in the order in which they end, whatever happens to the server in between. ``repair``: whether
         a server that lacks the weights is sent them; else StaleWeights is raised.
 
-        Raises ConfigError for a temperature that vLLM replaces.
+        Raises ConfigError for a temperature that vLLM replaces or refuses.
         """
-        if settings.temperature < VLLM_COLDEST and not settings.greedy:
+        if not (VLLM_COLDEST <= settings.temperature <= VLLM_HOTTEST or settings.greedy):
             raise ConfigError(
-                f"temperature is {settings.temperature:g}, but vLLM samples at {VLLM_COLDEST:g} in place of lower ones: ask for "
-                f"{VLLM_COLDEST:g} or more, or for the likeliest token (greedy)"
+                f"temperature is {settings.temperature:g}, but vLLM samples at {VLLM_COLDEST:g} in place of lower ones, and "
+                f"takes none above {VLLM_HOTTEST:g}: ask for one between them, or for the likeliest token (greedy)"
             )
         weights, left = self.weights, list(range(len(jobs)))
         retries = RetryLimit(self.patience_s)
