@@ -333,6 +333,15 @@ def test_a_change_of_the_result_is_refused_and_any_other_is_not(small_config, le
 
 
 def test_a_run_that_starts_from_the_beginning_has_the_settings_of_its_new_start(small_config, letters, quiet, tmp_path):
+def test_rewards_from_python_that_are_left_out_change_the_result(small_config, letters, quiet, tmp_path):
+    config = small_config(**EVERY)
+    more = {**letters, "more": lambda completions, **columns: [float(i) for i, _ in enumerate(completions)]}
+    folder = before_its_end(go(config, more, quiet, tmp_path / "run").folder)
+    with pytest.raises(CheckpointError, match="rewards from Python: letters, more -> letters"):
+        go(config, letters, quiet, folder, resume=True)
+    go(config, letters, quiet, folder, resume=True, accept_changes=True)
+
+
     folder = before_its_end(go(small_config(), letters, quiet, tmp_path / "run").folder)
     (folder / "trained.json").unlink(missing_ok=True)
     other = small_config(training={"steps": 1, "seed": 5})

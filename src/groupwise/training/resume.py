@@ -84,18 +84,24 @@ _NAMED = 3
 
 
 def about_run(prepared: Prepared, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """What a checkpoint says about its run: the settings, the data's fingerprints, the evaluations so far, and the score of each
-    step that was judged in training, its own and those before it: one may have been judged after it was saved, by a run that went
-    on from it."""
+    """What a checkpoint says about its run: the settings, the data's fingerprints, the rewards from Python, the evaluations so
+    far, and the score of each step that was judged in training, its own and those before it: one may have been judged after it was
+    saved, by a run that went on from it."""
     mode = prepared.config.evaluation.modes[0]
     scores = {e.stage: e.figures.get("success", [e.strict_accuracy])[0] for e in evaluations if e.mode == mode}
     return {
         "config": hide_secrets(prepared.config.model_dump(mode="json")),
         "data": prepared.problems.fingerprint,
         "data_columns": prepared.problems.columns_fingerprint,
+        "python_rewards": _from_python(prepared),
         "evaluations": hide_secrets([e.to_summary() for e in evaluations]),
         "scores": {stage: score for stage, score in scores.items() if stage.startswith("step-")},
     }
+
+
+def _from_python(prepared: Prepared) -> list[str]:
+    """Reward functions that the settings do not hold: handed over from Python."""
+    return sorted(reward.name for reward in prepared.rewards.rewards if reward.source == "python")
 
 
 def folder_of(config: Config, run_folder: Path | None) -> Path | None:
@@ -273,6 +279,8 @@ def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list
     if "data_columns" in state and (now_columns := prepared.problems.columns_fingerprint) != state["data_columns"]:
         harmful.append(f"other columns of the data: fingerprint {state['data_columns']} -> {now_columns}")
     return harmful, harmless
+    if "python_rewards" in state and (given := _from_python(prepared)) != state["python_rewards"]:
+        harmful.append(f"rewards from Python: {', '.join(state['python_rewards']) or 'none'} -> {', '.join(given) or 'none'}")
 
 
 def has_other_settings(folder: RunFolder, config: Config) -> bool:
