@@ -71,6 +71,22 @@ def test_a_fixed_number_is_kept(monkeypatch):
         torch.set_num_threads(before)
 
 
+def test_a_number_that_was_fixed_is_set_back(monkeypatch):
+    """To the most there are, also where a busy moment had left fewer when it was fixed."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "_fixed", False)
+    try:
+        for wanted, fixed in ((None, 2), (3, 3)):
+            monkeypatch.setattr(threads, "_watch", threads.Watch(2, 2, lambda: (0.0, 0.0)))
+            torch.set_num_threads(1)
+            undo = threads.fix_threads(wanted)
+            assert (threads.threads_in_use(), threads._fixed) == ((fixed, fixed), True)
+            undo()
+            assert (threads.threads_in_use(), threads._fixed) == ((2, 2), False)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_program_looks_by_itself(monkeypatch, tiny_llama):
     """A forward and backward pass asks; without a fixed number a busy machine leaves it one thread."""
     before = torch.get_num_threads()

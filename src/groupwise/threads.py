@@ -75,12 +75,25 @@ def adapt_threads() -> None:
         torch.set_num_threads(wanted)
 
 
-def fix_threads(threads: int | None = None) -> None:
-    """Compute with ``threads`` of them from now on, whatever other programs do; by default as many as now."""
+def fix_threads(threads: int | None = None) -> Callable[[], None]:
+    """Compute with ``threads`` of them from now on, whatever other programs do; by default as many as where none is busy.
+
+    What is returned sets number and adaptation back to what they were.
+    """
     global _watch, _fixed
+    most, fixed_before = threads_in_use()[1], _fixed
+    if threads is None and _watch is not None:  # it may have fewer at this moment
+        threads = most
     _watch, _fixed = None, True
     if threads is not None:
         torch.set_num_threads(threads)
+
+    def undo() -> None:
+        global _watch, _fixed
+        _watch, _fixed = None, fixed_before
+        torch.set_num_threads(most)
+
+    return undo
 
 
 def threads_in_use() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from groupwise.training import run as run_module
 from groupwise.training.checkpoint_folder import read_state
 from groupwise.training.loop import train
 from groupwise.training.setup import _with_steps
+from groupwise.training import start as start_module
 from tests.tiny import final_weights, metrics_of, write_tiny_llama
 
 
@@ -92,7 +93,7 @@ def test_steps_of_epochs_are_rounded_up_and_rounding_makes_none(epochs, steps):
     assert _with_steps(config, 100).training.steps == steps
 
 
-def test_a_deterministic_run_uses_deterministic_kernels_alone(go):
+def test_a_deterministic_run_uses_deterministic_kernels_alone_and_sets_them_back(go):
     said = []
     try:
         run = go(
@@ -102,13 +103,46 @@ def test_a_deterministic_run_uses_deterministic_kernels_alone(go):
         )
     finally:
         torch.use_deterministic_algorithms(False)
-    assert said == [True, True]
+    assert said == [True, True, False]
+        said.append(torch.are_deterministic_algorithms_enabled())
     assert same(repeatable(run.folder), repeatable(go("plain").folder)), "on this CPU they are the same kernels"
 
 
 def test_how_the_batch_is_cut_and_sampled_does_not_change_the_samples(go):
     """The first step's completions are those of the seed whatever the budget and the concurrency."""
     whole = go("whole")
+def test_a_number_of_threads_is_the_run_s_alone(go, monkeypatch):
+    before, said = torch.get_num_threads(), []
+
+    def refuse(*words):
+        raise ConfigError("refused")
+
+    torch.set_num_threads(2)
+    try:
+        go("one", training={"threads": 1}, on_step=lambda _: said.append(torch.get_num_threads()))
+        go("default", on_step=lambda _: said.append(torch.get_num_threads()))
+        monkeypatch.setattr(start_module, "_load_parts", refuse)
+        with pytest.raises(ConfigError, match="refused"):
+            go("none", training={"threads": 1})
+        assert [*said, torch.get_num_threads()] == [1, 1, 2, 2, 2]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_peak_of_memory_is_the_run_s_and_not_that_of_the_process_before(go):
+    if not reset_peak_memory():
+        pytest.skip("this system does not count peaks anew")
+    go("first")  # imports what a run needs
+    size = 500 * 2**20
+    with mmap.mmap(-1, size) as block:  # goes back to the system when it is closed
+        for at in range(0, size, mmap.PAGESIZE):
+            block[at] = 1
+    before = peak_memory_bytes()
+    run = go("second")
+    peaks = [row["memory/peak_gib"] for row in lines_of(run.folder / "metrics.jsonl")]
+    assert max(*peaks, run.summary["peak_memory_gib"]) * 2**30 < before - size / 2
+
+
     cut = go("cut", training={"steps": 2, "micro_batch_tokens": 40}, rollout={"max_concurrent_sequences": 3})
     told = [[row["completion"] for row in lines_of(r.folder / "completions.jsonl") if row["step"] == 1] for r in (whole, cut)]
     assert told[0] == told[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -100,6 +100,8 @@ class Run:
     notices: Notices = field(init=False)
     budget: PassBudget = field(init=False)
     told_of_room: set[str] = field(default_factory=set)
+    undo: ExitStack = field(default_factory=ExitStack)
+    """Sets back what the run set for its process."""
     """What was said of memory that is short."""
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
@@ -133,6 +135,7 @@ class Run:
         self.prepared.rewards.close()
         self.engine.close()
         self.trackers.close()
+        self.undo.close()
         self.folder.release()
 
     @property

@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from groupwise.config.schema import Config
+from groupwise.config.schema import Config, TrainingConfig
 from groupwise.distributed import World
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, make_engine
@@ -216,7 +217,7 @@ def start(
     started = time.perf_counter()
     _set_up_process(config, world)
     prepared = prepare(config, rewards, folder=run_folder)
-    config, opened, trackers = prepared.config, list[RunFolder](), Trackers()
+    config, opened, trackers, undo = prepared.config, list[RunFolder](), Trackers(), ExitStack()
 
     def checked() -> list[str]:
         """Of a new run: whether it is one is found in the first process, since others may not see the folder, or not yet."""
@@ -230,6 +231,7 @@ def start(
             said += world.on_rank0(checked)
         resolver = RunFolderResolver(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said, world.size)
         beginning = world.on_rank0(lambda: resolver.resolve(opened))
+        _make_repeatable(config.training, undo)
         folder = opened[0] if opened else RunFolder(beginning.path)
         elapsed_s = folder.elapsed_s()
         if world.is_first:
@@ -250,7 +252,8 @@ def start(
         raise
     return Run(
         config, world, recipe, prepared, folder, trackers, *parts, started - elapsed_s, beginning.checkpoint, trained=beginning.trained,
-        evaluations=beginning.evaluations, done=beginning.done, signals=StopSignals(at_once=world.size == 1),
+        undo.close()
+        evaluations=beginning.evaluations, done=beginning.done, signals=StopSignals(at_once=world.size == 1), undo=undo,
     )  # fmt: skip
 
 
@@ -299,9 +302,13 @@ def _set_up_process(config: Config, world: World) -> None:
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
     give_back_freed_memory() if divided else keep_freed_memory()
     use_expandable_segments(not config.rollout.engine_is_external)
-    if config.training.threads or config.training.deterministic:
-        fix_threads(config.training.threads)
-    if config.training.deterministic:
+
+
+def _make_repeatable(training: TrainingConfig, undo: ExitStack) -> None:
+    """Threads and kernels of this process as the settings want them, until ``undo`` is closed: later runs have their own."""
+    if training.threads or training.deterministic:
+        undo.callback(fix_threads(training.threads))
+    if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with a workspace of fixed size
         torch.use_deterministic_algorithms(True)
 
@@ -311,6 +318,8 @@ def _say(trackers: Trackers, said: list[str], notes: list[str]) -> None:
     for sentence in said:
         trackers.say(sentence, "yellow")
     for note in notes:
+        before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        undo.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
         if not any(note.partition(": ")[0] in sentence for sentence in said):
             trackers.say(f"Note: {note}", "dim")
 
