@@ -1,6 +1,7 @@
 """Whole runs over a tiny model: what they leave, what they log, what repeats, and what stops them."""
 
 import json
+import mmap
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from groupwise.config.schema import Config
 from groupwise.doctor.findings import groups_of
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.rewards import StepRewards
+from groupwise.memory import peak_memory_bytes, reset_peak_memory
 from groupwise.tracking import ConsoleTracker
 from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.tracking.reading import read_run

@@ -23,7 +23,13 @@ from groupwise.engines.builtin.fast_paths import Choice, check_fast_paths, facts
 from groupwise.episodes import playing
 from groupwise.errors import CheckpointError
 from groupwise.evaluation import Evaluation
-from groupwise.memory import give_back_freed_memory, keep_freed_memory, release_freed_memory, use_expandable_segments
+from groupwise.memory import (
+    give_back_freed_memory,
+    keep_freed_memory,
+    release_freed_memory,
+    reset_peak_memory,
+    use_expandable_segments,
+)
 from groupwise.models.adapters import load_adapter
 from groupwise.models.decoder import MergedDecoder
 from groupwise.models.devices import with_dtype
@@ -225,13 +231,15 @@ def start(
         return [] if check is None or resumes else list(check(prepared))
 
     try:
+        _make_repeatable(config.training, undo)
         refuse_differing(prepared, world)  # nobody writes before all have found everything in order
         world.try_gpus()
+        release_freed_memory()  # of an earlier run of this process, whose peak is not this one's
+        reset_peak_memory(resolve_device(config.model.device).type)
         if check is not None and checkpoint is None:
             said += world.on_rank0(checked)
         resolver = RunFolderResolver(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said, world.size)
         beginning = world.on_rank0(lambda: resolver.resolve(opened))
-        _make_repeatable(config.training, undo)
         folder = opened[0] if opened else RunFolder(beginning.path)
         elapsed_s = folder.elapsed_s()
         if world.is_first:
@@ -244,6 +252,7 @@ def start(
             parts = _load_parts(config, world, beginning.model, prepared, folder, trackers)
         release_freed_memory()
     except BaseException:
+        undo.close()
         prepared.rewards.close()
         trackers.close()
         for folder in opened:
@@ -252,7 +261,6 @@ def start(
         raise
     return Run(
         config, world, recipe, prepared, folder, trackers, *parts, started - elapsed_s, beginning.checkpoint, trained=beginning.trained,
-        undo.close()
         evaluations=beginning.evaluations, done=beginning.done, signals=StopSignals(at_once=world.size == 1), undo=undo,
     )  # fmt: skip
 
@@ -298,7 +306,7 @@ def _fast_paths(shape: Any, dtype: torch.dtype, device: torch.device, folder: Ru
 
 
 def _set_up_process(config: Config, world: World) -> None:
-    """Memory, threads and determinism of this process, as the settings want them."""
+    """How this process keeps memory that was freed, as the settings want it."""
     divided = chosen_sharding(config.training.sharding, world.size) != "none"
     give_back_freed_memory() if divided else keep_freed_memory()
     use_expandable_segments(not config.rollout.engine_is_external)
@@ -310,6 +318,8 @@ def _make_repeatable(training: TrainingConfig, undo: ExitStack) -> None:
         undo.callback(fix_threads(training.threads))
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums only with a workspace of fixed size
+        before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        undo.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
         torch.use_deterministic_algorithms(True)
 
 
@@ -318,8 +328,6 @@ def _say(trackers: Trackers, said: list[str], notes: list[str]) -> None:
     for sentence in said:
         trackers.say(sentence, "yellow")
     for note in notes:
-        before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        undo.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
         if not any(note.partition(": ")[0] in sentence for sentence in said):
             trackers.say(f"Note: {note}", "dim")
 
