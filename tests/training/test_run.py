@@ -3,6 +3,7 @@
 import json
 import mmap
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -13,17 +14,17 @@ from groupwise.config.presets import PRESETS
 from groupwise.config.schema import Config
 from groupwise.doctor.findings import groups_of
 from groupwise.errors import ConfigError, RewardError, TrainingError
-from groupwise.rewards import StepRewards
 from groupwise.memory import peak_memory_bytes, reset_peak_memory
+from groupwise.rewards import StepRewards
 from groupwise.tracking import ConsoleTracker
 from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.tracking.reading import read_run
 from groupwise.training import ending
 from groupwise.training import run as run_module
+from groupwise.training import start as start_module
 from groupwise.training.checkpoint_folder import read_state
 from groupwise.training.loop import train
 from groupwise.training.setup import _with_steps
-from groupwise.training import start as start_module
 from tests.tiny import final_weights, metrics_of, write_tiny_llama
 
 
@@ -103,16 +104,13 @@ def test_a_deterministic_run_uses_deterministic_kernels_alone_and_sets_them_back
             training={"deterministic": True},
             on_step=lambda _: said.append(torch.are_deterministic_algorithms_enabled()),
         )
+        said.append(torch.are_deterministic_algorithms_enabled())
     finally:
         torch.use_deterministic_algorithms(False)
     assert said == [True, True, False]
-        said.append(torch.are_deterministic_algorithms_enabled())
     assert same(repeatable(run.folder), repeatable(go("plain").folder)), "on this CPU they are the same kernels"
 
 
-def test_how_the_batch_is_cut_and_sampled_does_not_change_the_samples(go):
-    """The first step's completions are those of the seed whatever the budget and the concurrency."""
-    whole = go("whole")
 def test_a_number_of_threads_is_the_run_s_alone(go, monkeypatch):
     before, said = torch.get_num_threads(), []
 
@@ -145,6 +143,9 @@ def test_the_peak_of_memory_is_the_run_s_and_not_that_of_the_process_before(go):
     assert max(*peaks, run.summary["peak_memory_gib"]) * 2**30 < before - size / 2
 
 
+def test_how_the_batch_is_cut_and_sampled_does_not_change_the_samples(go):
+    """The first step's completions are those of the seed whatever the budget and the concurrency."""
+    whole = go("whole")
     cut = go("cut", training={"steps": 2, "micro_batch_tokens": 40}, rollout={"max_concurrent_sequences": 3})
     told = [[row["completion"] for row in lines_of(r.folder / "completions.jsonl") if row["step"] == 1] for r in (whole, cut)]
     assert told[0] == told[1]
@@ -249,6 +250,11 @@ def test_a_callback_that_returns_nothing_goes_on(go):
     seen = []
     go(on_step=seen.append, training={"steps": 3})
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("no", [np.bool_(False), torch.tensor(False)], ids=["numpy", "torch"])
+def test_a_false_of_numpy_or_torch_ends_the_run_too(go, no):
+    assert go(on_step=lambda report: no, training={"steps": 3}).summary["steps"] == 1
 
 
 def fussy(completions, answer, **columns):

@@ -65,6 +65,11 @@ class StepReport:
     """The run's, where everything about the step has been written."""
 
 
+def _as_plain(said: Any) -> Any:
+    """The value of a numpy or torch scalar, whose False is no ``False``."""
+    return said.item() if getattr(said, "ndim", None) == 0 else said
+
+
 @dataclass
 class Run:
     """Everything a training run consists of while it lasts."""
@@ -450,7 +455,7 @@ class Run:
         self.trackers.step(step + 1, numbers)
         self.trackers.completions(step + 1, rollout.groups, advantages, self.learner.token_advantages)
         report = StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)
-        going_on = on_step is None or self.world.on_rank0(lambda: on_step(report) is not False)
+        going_on = on_step is None or self.world.on_rank0(lambda: _as_plain(on_step(report)) is not False)
         self._end_unpushed()
         return going_on
 
