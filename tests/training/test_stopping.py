@@ -4,6 +4,8 @@ import os
 import signal
 from types import SimpleNamespace
 
+import pytest
+
 from groupwise.training import stopping
 from groupwise.training.run import Run
 from groupwise.training.stopping import StopSignals
@@ -49,3 +51,17 @@ def test_a_sigterm_that_is_sent_twice_at_once_is_one(monkeypatch):
                 os.kill(os.getpid(), sent)
             assert ended == expected
         assert signals.received == signal.SIGTERM
+
+
+def test_a_second_interrupt_may_raise_and_a_sigterm_ends_the_process_all_the_same(monkeypatch):
+    ended = []
+    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    signals = StopSignals(say=lambda sentence: None)
+    signals.interruptible = True
+    with signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert ended == []
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [143]

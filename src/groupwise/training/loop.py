@@ -42,9 +42,11 @@ def train(
     resume: bool = False,
     accept_changes: bool = False,
     check: Callable[[Prepared], Iterable[str]] | None = None,
+    interruptible: bool = False,
 ) -> RunResult:
     """Train a policy as ``config`` says. Arguments and errors are ``groupwise.train``'s, but for ``check``, which looks at a new
-    run before its weights are loaded: what it returns is said, and what it raises ends it."""
+    run before its weights are loaded: what it returns is said, and what it raises ends it. ``interruptible``: a second Ctrl-C
+    raises KeyboardInterrupt, and does not end the process."""
     run_folder = None if run_folder is None else Path(run_folder)
     if resume and folder_of(config, run_folder) is None:
         raise ConfigError("resume=True goes on in a run's own folder, and none is named: give run_folder, or set output.folder")
@@ -58,6 +60,7 @@ def train(
                 resume_from=resume_from, resume=resume, accept_changes=accept_changes, check=check,
             )
         ) as run, run.signals, explain_short_memory(run.saved):  # fmt: skip
+            run.signals.interruptible = interruptible
             if run.is_new:
                 run.evaluate_at_start("base")
                 run.warm_start()
