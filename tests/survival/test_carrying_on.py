@@ -55,6 +55,7 @@ def test_a_signal_saves_and_the_run_carries_on(small_config, letters, quiet, tmp
     with pytest.raises(StoppedError, match="after step 2, which is saved") as caught:
         go(config, letters, quiet, tmp_path / "run", on_step=stop)
     assert caught.value.exit_code == 128 + number
+    assert f"continue with --resume (in Python: resume=True, run_folder='{tmp_path / 'run'}')" in str(caught.value)
     began = RunFolder(tmp_path / "run").read_environment()["fast_paths_of"]
     go(config, letters, quiet, tmp_path / "run", resume=True)
     assert steps_in(tmp_path / "run") == [1, 2, 3, 4]
@@ -320,7 +321,7 @@ def test_without_a_sound_checkpoint_nothing_starts(small_config, letters, quiet,
 def test_a_change_of_the_result_is_refused_and_any_other_is_not(small_config, letters, quiet, tmp_path):
     folder = before_its_end(go(small_config(**EVERY), letters, quiet, tmp_path / "run").folder)
     other = small_config(**EVERY, optimizer={"learning_rate": 2e-3})
-    with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.001 -> 0\.002.*--accept-changes"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.001 -> 0\.002.*--accept-changes .*accept_changes"):
         go(other, letters, quiet, folder, resume=True)
     before = (folder / "config.yaml").read_bytes()
     before_its_end(go(other, letters, quiet, folder, resume=True, accept_changes=True).folder)
@@ -332,7 +333,6 @@ def test_a_change_of_the_result_is_refused_and_any_other_is_not(small_config, le
     go(skips, letters, quiet, folder, resume=True)
 
 
-def test_a_run_that_starts_from_the_beginning_has_the_settings_of_its_new_start(small_config, letters, quiet, tmp_path):
 def test_rewards_from_python_that_are_left_out_change_the_result(small_config, letters, quiet, tmp_path):
     config = small_config(**EVERY)
     more = {**letters, "more": lambda completions, **columns: [float(i) for i, _ in enumerate(completions)]}
@@ -342,6 +342,7 @@ def test_rewards_from_python_that_are_left_out_change_the_result(small_config, l
     go(config, letters, quiet, folder, resume=True, accept_changes=True)
 
 
+def test_a_run_that_starts_from_the_beginning_has_the_settings_of_its_new_start(small_config, letters, quiet, tmp_path):
     folder = before_its_end(go(small_config(), letters, quiet, tmp_path / "run").folder)
     (folder / "trained.json").unlink(missing_ok=True)
     other = small_config(training={"steps": 1, "seed": 5})
@@ -453,7 +454,7 @@ def test_changed_columns_beside_question_and_answer_are_found(small_config, lett
 def test_a_folder_with_a_checkpoint_says_so_and_holds_one_run_at_a_time(small_config, letters, quiet, tmp_path):
     config = small_config(**EVERY)
     folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)
-    with pytest.raises(ConfigError, match=r"holds a run with a checkpoint.*--resume"):
+    with pytest.raises(ConfigError, match=r"holds a run with a checkpoint.*--resume. .in Python: resume=True"):
         go(config, letters, quiet, folder)
     other = RunFolder(folder)
     other.lock()

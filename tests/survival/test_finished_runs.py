@@ -268,7 +268,7 @@ def test_a_signal_in_the_evaluation_that_is_made_up_for_saves_no_half_state(smal
         os.kill(os.getpid(), signal.SIGTERM)
 
     ends_in(monkeypatch, "final", stop)
-    with pytest.raises(StoppedError, match=r"after the last step; .*final_model is whole: judge it with --resume"):
+    with pytest.raises(StoppedError, match=r"after the last step; .*final_model is whole: judge it with --resume .*run_folder="):
         go(config, letters, quiet, tmp_path / "run", resume=True)
     monkeypatch.undo()
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))

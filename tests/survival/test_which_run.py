@@ -46,6 +46,7 @@ def note(tmp_path, recipe="mine"):
 
 
 A, B, C = (f"mine-20260101-00000{i}" for i in (1, 2, 3))
+RESUMED = f"--resume (in Python: resume=True, run_folder='runs/{A}')"
 
 
 def test_one_with_progress_goes_before_a_newer_empty_one_which_is_named(runs, tmp_path):
@@ -55,7 +56,7 @@ def test_one_with_progress_goes_before_a_newer_empty_one_which_is_named(runs, tm
     name, (sentence,) = chosen(tmp_path)
     assert name == A
     assert re.search(rf"{A} is resumed; unfinished too: \S*{B} \(nothing saved\)\. Choose with --run-folder\.", sentence)
-    assert note(tmp_path) == f"runs/{A} stopped after step 40; --resume continues it. This is a new run."
+    assert note(tmp_path) == f"runs/{A} stopped after step 40; {RESUMED} continues it. This is a new run."
 
 
 def test_one_that_is_going_on_is_left_alone(runs, tmp_path):
@@ -97,7 +98,7 @@ def test_another_recipe_whose_name_begins_alike_is_not_meant(runs, tmp_path):
 
 def test_one_that_was_ended_while_it_was_judged_is_told_so(runs, tmp_path):
     (runs(A, 30) / "trained.json").write_text("{}")
-    assert note(tmp_path) == f"runs/{A} stopped before its last evaluation; --resume continues it. This is a new run."
+    assert note(tmp_path) == f"runs/{A} stopped before its last evaluation; {RESUMED} continues it. This is a new run."
 
 
 def test_a_new_run_says_so_and_is_made_all_the_same(runs, small_config, letters, tmp_path, monkeypatch, capsys):
@@ -105,7 +106,7 @@ def test_a_new_run_says_so_and_is_made_all_the_same(runs, small_config, letters,
     runs(A, 30, "step-40")
     result = train(small_config(training={"steps": 1}), recipe="mine", rewards=letters, console=Console(width=200))
     assert result.folder.name != A
-    assert f"runs/{A} stopped after step 40; --resume continues it. This is a new run." in capsys.readouterr().out
+    assert f"runs/{A} stopped after step 40; {RESUMED} continues it. This is a new run." in capsys.readouterr().out
     train(small_config(training={"steps": 1}), rewards=letters, console=Console(width=200), run_folder=tmp_path / "named")
     assert "--resume" not in capsys.readouterr().out
 

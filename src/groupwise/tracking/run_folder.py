@@ -389,8 +389,8 @@ def check_unused(path: Path) -> None:
     if checkpoints:
         raise ConfigError(
             f"the run's folder {str(path)!r} holds a run with a checkpoint, and a run never writes over another: continue it with "
-            f"`groupwise train RECIPE --run-folder {path} --resume`, or name another folder with --run-folder PATH (the "
-            "setting is output.folder)"
+            f"`groupwise train RECIPE --run-folder {path} --resume` (in Python: resume=True), or name another folder with "
+            "--run-folder PATH (the setting is output.folder)"
         )
     if path.is_dir() and not is_unused(path):
         raise ConfigError(

@@ -106,7 +106,10 @@ def last_good(folder: Path, updates: int, resumed_from: Path | None) -> str | No
     except (CheckpointError, OSError):
         good = None
     if good is not None:
-        return f"the last good checkpoint is {good}; later ones are set aside, so --resume with --accept-changes goes on from it"
+        return (
+            f"the last good checkpoint is {good}; later ones are set aside, so --resume with --accept-changes (in Python: "
+            "resume=True, accept_changes=True) goes on from it"
+        )
     # It may have been removed since, as one of more than are kept.
     if resumed_from is not None and (resumed_from / STATE).is_file() and int(read_state(resumed_from)["updates"]) < updates:
         return f"the last good checkpoint is {resumed_from}: start from it in another folder, by train(resume_from=...) of Python"

@@ -166,7 +166,8 @@ def unfinished_note(recipe: str, root: Path = Path("runs")) -> str | None:
         return None
     match = re.fullmatch(r"step-(\d+)(?:-update-\d+)?", run.saved.name)
     when = f"after step {match[1]}" if match else "before its last evaluation"
-    return f"{run.path} stopped {when}; --resume continues it. This is a new run."
+    python = f"in Python: resume=True, run_folder={str(run.path)!r}"
+    return f"{run.path} stopped {when}; --resume ({python}) continues it. This is a new run."
 
 
 def continue_in(path: Path, say: Callable[[str], None]) -> tuple[RunFolder | None, Path | None]:
@@ -278,9 +279,9 @@ def drift(state: Mapping[str, Any], prepared: Prepared) -> tuple[list[str], list
         harmful.append(f"the data itself: fingerprint {state['data']} -> {prepared.problems.fingerprint}")
     if "data_columns" in state and (now_columns := prepared.problems.columns_fingerprint) != state["data_columns"]:
         harmful.append(f"other columns of the data: fingerprint {state['data_columns']} -> {now_columns}")
-    return harmful, harmless
     if "python_rewards" in state and (given := _from_python(prepared)) != state["python_rewards"]:
         harmful.append(f"rewards from Python: {', '.join(state['python_rewards']) or 'none'} -> {', '.join(given) or 'none'}")
+    return harmful, harmless
 
 
 def has_other_settings(folder: RunFolder, config: Config) -> bool:
@@ -297,7 +298,7 @@ def check_drift(state: Mapping[str, Any], prepared: Prepared, say: Callable[[str
     if harmful and not accept:
         raise CheckpointError(
             f"this is not the run that wrote the checkpoint, since what follows has changed ({'; '.join(harmful)}): change it back, "
-            "or accept a run that is neither the one nor the other with --accept-changes"
+            "or accept a run that is neither the one nor the other with --accept-changes (in Python: accept_changes=True)"
         )
     for line in [*harmful, *harmless]:
         say(f"Changed since the checkpoint: {line}")

@@ -100,13 +100,13 @@ class Run:
     saved_updates: int = 0
     """Those that the newest checkpoint has."""
     signals: StopSignals = field(default_factory=StopSignals)
+    undo: ExitStack = field(default_factory=ExitStack)
+    """Sets back what the run set for its process."""
     writer: CheckpointWriter = field(init=False)
     batches: Batches = field(init=False)
     notices: Notices = field(init=False)
     budget: PassBudget = field(init=False)
     told_of_room: set[str] = field(default_factory=set)
-    undo: ExitStack = field(default_factory=ExitStack)
-    """Sets back what the run set for its process."""
     """What was said of memory that is short."""
     held: HeldWindow = field(default_factory=HeldWindow)
     """A batch whose updates were not all made when the run was stopped."""
@@ -135,12 +135,12 @@ class Run:
     def close(self) -> None:
         if self.ahead is not None:
             self.ahead.close()
+        self.undo.close()
         self.writer.finish()
         self._tell_of_checkpoints()
         self.prepared.rewards.close()
         self.engine.close()
         self.trackers.close()
-        self.undo.close()
         self.folder.release()
 
     @property
@@ -532,7 +532,8 @@ class Run:
         assert number is not None
         if self.trained:  # a checkpoint would lack what had been learnt beside the weights
             raise StoppedError(
-                f"stopped by {number.name} after the last step; {self.folder.final_model} is whole: judge it with --resume",
+                f"stopped by {number.name} after the last step; {self.folder.final_model} is whole: "
+                f"judge it with {self._resuming}",
                 128 + number,
             )
         if self.learner is None:
@@ -542,9 +543,13 @@ class Run:
             )
         saved, inside = self.save(self.done, updates), f" and {updates} updates of the next" if updates else ""
         raise StoppedError(
-            f"stopped by {number.name} after step {self.done}{inside}, which is saved in {saved}: continue with --resume",
+            f"stopped by {number.name} after step {self.done}{inside}, which is saved in {saved}: continue with {self._resuming}",
             128 + number,
         )
+
+    @property
+    def _resuming(self) -> str:
+        return f"--resume (in Python: resume=True, run_folder={str(self.folder.path)!r})"
 
     def evaluate_if_due(self, step: int) -> None:
         every = self.config.evaluation.every
