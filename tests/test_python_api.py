@@ -1,12 +1,16 @@
 """groupwise from Python: what it exports, what it accepts, and what it gives back."""
 
 import ast
+import gc
 import importlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from rich.console import Console
 import groupwise
 from groupwise.config import build_config, recipes
 from groupwise.config.objective import CispoLoss
-from groupwise.errors import ConfigError, RewardError
+from groupwise.errors import ConfigError, RewardError, StoppedError, TrainingError
 from tests.tiny import lower_case_share, tiny_config, write_sums, write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,6 +109,10 @@ def with_tracker(name):
         (lambda: groupwise.train(with_tracker("wanbd")), "output.trackers[1] is 'wanbd', but must be one of"),
         (lambda: groupwise.diagnose(ROOT, {"training.steps": 3}), "overrides change nothing about"),
         (lambda: groupwise.diagnose(ROOT, rewards=lower_case_share), "rewards change nothing about"),
+        (lambda: groupwise.evaluate("a-model", ROOT / "README.md:test"), "names the split 'test'"),
+        (lambda: groupwise.generate("a-model", [{"role": "user", "content": "?"}]), "a prompt is a dict, but must be a text"),
+        (lambda: groupwise.generate("a-model", {"role": "user", "content": "?"}), "a prompt is a dict, but must be a text"),
+        (lambda: groupwise.generate("a-model", ["?", None]), "a prompt is a NoneType, but must be a text"),
     ],
 )
 def test_a_mistake_is_one_sentence_of_ours(attempt, said):
@@ -202,6 +210,111 @@ def test_a_result_stands_for_its_folder(result, tmp_path):
             groupwise.generate(result, "1 + 1 = ?", **wrong)
     (judged,) = groupwise.evaluate(result, overrides={"evaluation.problems": 4}, console=Console(quiet=True))
     assert judged.n == 4
+
+
+def test_an_evaluation_shows_its_progress_and_takes_a_path(result, capsys):
+    sums = result.folder.parent / "sums.jsonl"
+    (judged,) = groupwise.evaluate(result, sums, {"evaluation.problems": 3})
+    assert judged.n == 3
+    assert "sampled" in capsys.readouterr().out
+    groupwise.evaluate(result, sums, {"evaluation.problems": 3}, console=Console(quiet=True))
+    assert capsys.readouterr().out == ""
+
+
+def test_an_evaluation_notes_another_form_of_answers(result, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("groupwise.chat.note_on_form", lambda config, run_config: f"asked otherwise than {run_config.name}")
+    groupwise.evaluate(result, overrides={"evaluation.problems": 1})
+    assert "asked otherwise than config.yaml" in capsys.readouterr().out
+
+
+def test_memory_that_runs_out_is_one_sentence(result, monkeypatch):
+    def short(*words, **named):
+        raise MemoryError
+
+    monkeypatch.setattr("groupwise.evaluation.evaluate_model", short)
+    monkeypatch.setattr("groupwise.chat.make_speaker", short)
+    with pytest.raises(TrainingError, match=r"memory ran out .*evaluation\.max_completion_tokens"):
+        groupwise.evaluate(result, console=Console(quiet=True))
+    with pytest.raises(TrainingError, match=r"memory ran out .*lower max_tokens"):
+        groupwise.generate(result, "?")
+
+
+ENGINE = """
+from pathlib import Path
+from groupwise.engines import Engine
+from groupwise.types import Completion
+
+class Mine(Engine):
+    def __init__(self, policy, rollout):
+        pass
+
+    def refresh(self, policy_version):
+        pass
+
+    def serve(self, request, on_progress=None):
+        return [(Completion("a", (65,), (-5.5,), "length", temperature=request.settings.temperature),) for _ in request.prompts]
+
+    def close(self):
+        with Path(__file__).with_name("closed").open("a") as told:
+            told.write("closed ")
+"""
+
+
+def test_what_answers_is_closed_also_after_an_error(result, tmp_path):
+    (tmp_path / "mine.py").write_text(ENGINE)
+    engine = {"rollout.engine": f"{tmp_path / 'mine.py'}:Mine"}
+    assert groupwise.generate(result, ["?", "!"], engine) == ["a", "a"]
+    assert (tmp_path / "closed").read_text() == "closed "
+    with pytest.raises(ConfigError, match="the conversation is"):
+        groupwise.generate(result, ["?", "far too long" * 100], engine)
+    assert (tmp_path / "closed").read_text() == "closed closed "
+
+
+@pytest.fixture
+def again(result, tmp_path):
+    """``again(rewards, ...)``: the settings of `result` in a new run."""
+
+    def run(rewards, **named):
+        settings = groupwise.load_config(result.folder / "config.yaml", {"evaluation.at_start": False})
+        return groupwise.train(settings, rewards=rewards, run_folder=tmp_path / "run", console=Console(quiet=True), **named)
+
+    return run
+
+
+def test_a_second_interrupt_is_an_error_and_not_the_end_of_the_process(again, monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def interrupt(report):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        again({"letters": lower_case_share}, on_step=interrupt)
+    assert ended == []
+
+
+def test_a_stopped_run_s_model_is_gone_although_its_error_is_kept(again, monkeypatch):
+    """A notebook keeps the last error, and resumes the run beside it."""
+    from groupwise.training import start
+
+    models, load = [], start.load_policy
+
+    def loading(*words, **named):
+        policy = load(*words, **named)
+        models.append(weakref.ref(policy.model))
+        return policy
+
+    def letters(completions, **columns):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return lower_case_share(completions)
+
+    monkeypatch.setattr(start, "load_policy", loading)
+    with pytest.raises(StoppedError, match="which is saved") as kept:
+        again({"letters": letters}, check=False)
+    gc.collect()
+    assert kept.value.__traceback__ is not None
+    assert [model() for model in models] == [None]
 
 
 def test_an_evaluation_by_vllm_has_the_server_of_the_run(result, tmp_path, monkeypatch):

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Config, build_config, load_config
 from groupwise.config.algorithm import written
 from groupwise.config.load import Overrides, find_source, read_overrides
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,11 +84,15 @@ def train(
     fetch_model(config.model)
     named = isinstance(settings, str | Path)
     watch = Watch(lambda sentence, severity: None)
-    return run_training(
-        config, recipe=recipe or (find_source(settings).stem if named else "run"), run_folder=run_folder, on_step=on_step,  # type: ignore[arg-type]
-        rewards=rewards, console=console, resume_from=resume_from, resume=resume, accept_changes=accept_changes,
-        check=watch.before if check else None,
-    )  # fmt: skip
+    try:
+        return run_training(
+            config, recipe=recipe or (find_source(settings).stem if named else "run"), run_folder=run_folder, on_step=on_step,  # type: ignore[arg-type]
+            rewards=rewards, console=console, resume_from=resume_from, resume=resume, accept_changes=accept_changes,
+            check=watch.before if check else None, interruptible=True,
+        )  # fmt: skip
+    except (GroupwiseError, KeyboardInterrupt) as error:
+        _forget_frames(error)
+        raise
 
 
 def prepare(
@@ -130,28 +135,36 @@ def diagnose(what: Settings | Place, overrides: Overrides = (), *, rewards: Rewa
 
 
 def evaluate(
-    model: Place, data: str | None = None, overrides: Overrides = (), *, console: Console | None = None
+    model: Place, data: Place | None = None, overrides: Overrides = (), *, console: Console | None = None
 ) -> list[Evaluation]:
     """Judge a model (its folder, a run's, a `RunResult`, or a name) on held-out problems; an `Evaluation` for each of
     ``evaluation.modes`` (``sampled``, ``greedy``).
 
     ``data``: such as ``gsm8k:test``, or a file; by default what the run held out. A model that a run made is asked as it was trained;
-    with `prompt.system: auto` the form of the answer is that of ``data``. Raises ConfigError, DataError or ModelError for settings, data or
-    a model that cannot be used.
+    with `prompt.system: auto` the form of the answer is that of ``data``. ``console``: as for `train`. Raises ConfigError,
+    DataError or ModelError for settings, data or a model that cannot be used, and TrainingError where memory runs out.
     """
-    from groupwise.chat import refuse_named_code, settings_for_model
+    from rich.console import Console
+
+    from groupwise.chat import note_on_form, refuse_named_code, settings_for_model
     from groupwise.evaluation import evaluate_model
     from groupwise.evaluation.models import data_overrides
     from groupwise.models.embedded import fetch_model
     from groupwise.tracking import make_trackers
+    from groupwise.tracking.console import own_width
+    from groupwise.training.short_memory import SHORT_WHILE_JUDGING, explain_short_memory
 
-    given = {**read_overrides(data_overrides(data)), **read_overrides(overrides or ())}
+    named = None if data is None else os.fspath(data)
+    given = {**read_overrides(data_overrides(named)), **read_overrides(overrides or ())}
     config, run_config = settings_for_model(os.fspath(model), given)
     refuse_named_code(config, run_config, data=True)
     fetch_model(config.model)
-    trackers = make_trackers(config, None, console)
+    trackers = make_trackers(config, None, console or Console(width=own_width()))
     try:
-        return evaluate_model(config.model.name, config, further=True, trackers=trackers)
+        if run_config is not None and (said := note_on_form(config, run_config)):
+            trackers.say(said, "yellow")
+        with explain_short_memory(remedy=SHORT_WHILE_JUDGING):
+            return evaluate_model(config.model.name, config, further=True, trackers=trackers)
     finally:
         trackers.close()
 
@@ -173,20 +186,32 @@ def generate(
     ``rollout.temperature``, which is ``temperature`` here; a run's own tools and environment need ``model.trust_remote_code=true``.
     ``system``: a system prompt, ``xml``, ``boxed`` or ``none``; by default the one it was trained with. ``max_tokens``: by default what
     it was trained with, else 512. ``seed``: the same gives the same answer; the second of equal prompts is answered with ``seed + 1``, and
-    so on. Raises ConfigError or ModelError, also for a prompt longer than the model's context.
+    so on. Raises ConfigError or ModelError, also for a prompt longer than the model's context, and TrainingError where memory runs
+    out.
     """
-    from groupwise.chat import answer_of, make_speaker, settings_to_ask
+    from groupwise.chat import answer_of, check_text, make_speaker, settings_to_ask
     from groupwise.models.embedded import fetch_model
+    from groupwise.training.short_memory import explain_short_memory
 
+    several = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping)
+    prompts: list[Any] = list(prompt) if several else [prompt]
+    for one in prompts:  # all of them before the first answer
+        if not isinstance(one, str):
+            raise ConfigError(f"a prompt is a {type(one).__name__}, but must be a text: give the question alone")
+        check_text(one, "the prompt")
     config, longest = settings_to_ask(os.fspath(model), overrides, system=system, max_tokens=max_tokens)
     fetch_model(config.model)
-    speaker = make_speaker(config, longest, temperature, greedy, seed)
     answers, asked = [], Counter[str]()
-    for one in [prompt] if isinstance(prompt, str) else prompt:
-        speaker.seed = seed + asked[one]
-        asked[one] += 1
-        answers.append(answer_of(speaker, one))
-    return answers[0] if isinstance(prompt, str) else answers
+    with explain_short_memory(remedy="lower max_tokens, ask a shorter question, or take a smaller model"):
+        speaker = make_speaker(config, longest, temperature, greedy, seed)
+        try:
+            for one in prompts:
+                speaker.seed = seed + asked[one]
+                asked[one] += 1
+                answers.append(answer_of(speaker, one))
+        finally:
+            speaker.engine.close()
+    return answers if several else answers[0]
 
 
 def plan(
@@ -214,6 +239,13 @@ def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *
 
     listed = [runs] if isinstance(runs, str | os.PathLike) else runs
     return write([Path(run) for run in listed], None if out is None else Path(out), completions=completions)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the local variables behind ``error``: a notebook keeps its last error, and a run's model and optimiser with it."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _config(settings: Settings, overrides: Overrides) -> Config:

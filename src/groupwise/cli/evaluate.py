@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
-SHORT_OF_MEMORY = "lower rollout.max_concurrent_sequences or evaluation.max_completion_tokens, or set model.quantization"
-
 Words = Annotated[
     list[str],
     typer.Argument(
@@ -218,7 +216,7 @@ def _with_weights(
     from groupwise.tracking import ConsoleTracker, Trackers, make_trackers
     from groupwise.tracking.tables import short_name
     from groupwise.tracking.text import harmless
-    from groupwise.training.short_memory import explain_short_memory
+    from groupwise.training.short_memory import SHORT_WHILE_JUDGING, explain_short_memory
 
     fetch_model(config.model.model_copy(update={"name": name}))
     if title:
@@ -228,7 +226,7 @@ def _with_weights(
     )
     trackers = make_trackers(config, None, terminal) if world.is_first else Trackers()
     try:
-        with explain_short_memory(remedy=SHORT_OF_MEMORY):
+        with explain_short_memory(remedy=SHORT_WHILE_JUDGING):
             return evaluate_model(name, config, further=True, trackers=trackers, world=world, partial=partial)
     finally:
         trackers.close()

@@ -28,8 +28,8 @@ from groupwise.tracking import RunFolder
 from groupwise.training.checkpoint_folder import latest_checkpoint
 
 __all__ = [
-    "SHORT_OF_MEMORY", "Shortage", "checkpoint_note", "disk_note", "explain_short_memory", "memory_shortage", "planned", "rows_that_fit",
-    "tokens_that_fit",
+    "SHORT_OF_MEMORY", "SHORT_WHILE_JUDGING", "Shortage", "checkpoint_note", "disk_note", "explain_short_memory", "memory_shortage",
+    "planned", "rows_that_fit", "tokens_that_fit",
 ]  # fmt: skip
 
 _GIB = 2**30
@@ -37,6 +37,7 @@ SHORT_OF_MEMORY = (
     "lower training.micro_batch_tokens or rollout.max_concurrent_sequences, set model.gradient_checkpointing or model.lora; "
     "`groupwise plan` says what takes how much"
 )
+SHORT_WHILE_JUDGING = "lower rollout.max_concurrent_sequences or evaluation.max_completion_tokens, or set model.quantization"
 _CONTEXT = 400 * 2**20
 """Of what a plan allows for a process on a GPU, the driver's context, which is there once one asks how much is free."""
 _SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory", "Failed to CUDA calloc")
