@@ -106,7 +106,8 @@ class Handler(BaseHTTPRequestHandler):
         """Bounds the time of a head as a whole: a byte now and then is no silence."""
         self._head_limit = threading.Timer(self.timeout, self._hang_up)
         self._head_limit.daemon = True
-        self._head_limit.start()
+        with suppress(RuntimeError):  # no further thread can be started: then the limit of silence alone holds
+            self._head_limit.start()
         try:
             super().handle_one_request()
         finally:

@@ -72,6 +72,7 @@ def test_what_only_a_whole_trial_does_counts_in_the_peak_of_no_other():
 
 def test_a_trial_of_a_run_in_epochs_makes_the_steps_that_it_is_asked_for():
     training = load_config("quickstart", ["training.epochs=3", *trial_settings(2)]).training
+    load_config("quickstart", ["rollout.engine=vllm", *trial_settings(2, by_vllm=True)])  # takes no temperature above 2
     assert (training.steps, training.epochs) == (2, None)
 
 

@@ -102,6 +102,10 @@ def test_defaults_are_trl_s():
         ({"delta": 1.1}, "raise it"),
         ({"fp16": True, "bf16": True}, "leave out either"),
         ({"sync_ref_model": True}, "set beta"),
+        (
+            {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0},
+            "lower ref_model_mixup_alpha",
+        ),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 6}, "num_generations_eval"),
         ({"model_init_kwargs": {"max_memory": {}}}, "load the model yourself"),
         ({"max_completion_length": None}, "give it a number"),

@@ -512,8 +512,8 @@ def test_what_json_does_not_know_is_a_list_or_text_in_a_prepared_folder_or_refus
 
     known = {"x": np.arange(2000), "n": [np.float32(0.5)], "day": datetime.date(2026, 1, 2), "price": Decimal("1.50")}
     assert saved(**known) == {"x": list(range(2000)), "n": [0.5], "day": "2026-01-02", "price": "1.50"}
-    for value, what in ([b"raw"], "it holds a bytes"), ({(1, 2): 3}, "keys must be str, .* not tuple"):
-        with pytest.raises(DataError, match=rf"problem '.*', column 'y' cannot be written as JSON \({what}\): leave the"):
+    for value, what in ([b"raw"], "it holds bytes"), ({(1, 2): 3}, "keys must be str, .* not tuple"):
+        with pytest.raises(DataError, match=rf"problem '.*', column 'y' cannot be written as JSON \({what}\): give a file"):
             saved(x=1, y=value)
 
 

@@ -14,7 +14,9 @@ from groupwise.types import Problem
 class Words:
     """A tokenizer of one id per word."""
 
-    def __call__(self, text):
+    bos_token = eos_token = eos_token_id = None
+
+    def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [len(word) for word in text.split()]}
 
 

@@ -78,7 +78,9 @@ def test_accuracy_in_format_wants_the_whole_form_of_each_completions_style():
     assert accuracy(["so\n#### 5", "#### 4\n#### 5"], ["5", "5"], ["plain", "plain"], in_format=True) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("thoughts", ["<think>\nSo <reasoning>..., \\boxed{3}? #### 3\n</think>\n\n", "Tags? <answer>\n</think>\n\n"])
+@pytest.mark.parametrize(
+    "thoughts", ["<think>\nSo <reasoning>..., \\boxed{3}? #### 3\n</think>\n\n", "Tags? <answer>\n</think>\n\n"]
+)
 def test_the_form_is_that_of_what_follows_the_thoughts(thoughts):
     """Of Qwen3, and of models whose chat template has written ``<think>``."""
     lines, box = "<reasoning>\nr\n</reasoning>\n<answer>\n4\n</answer>", r"so \boxed{4}"

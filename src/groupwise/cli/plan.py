@@ -201,7 +201,7 @@ def _show_suggestions(made: Plan, out: Console) -> None:
     fits = made.suggestions[0].fits
     _say(out, "what would fit, nearest first:" if fits else "nothing nearby fits; the nearest, and still too much:", "bold")
     for one in made.suggestions:
-        out.print(harmless(f"  {one.words}", "cyan"), soft_wrap=True)
+        out.print(harmless(f"  {one.words or '(the same settings)'}", "cyan"), soft_wrap=True)
         _say(out, f"{_gib(one.peak_bytes)} GiB, {one.step_s:.1f} s a step: {one.effect}", indent=6)
     out.print()
 
@@ -253,7 +253,8 @@ def bench(
     from groupwise.models.load import resolve_device
     from groupwise.training.trial import run_trial, trial_settings
 
-    settings = [*(overrides or ()), *trial_settings(steps, as_written, whole, config.algorithm.needs_reference)]
+    by_vllm = config.rollout.engine == "vllm"
+    settings = [*(overrides or ()), *trial_settings(steps, as_written, whole, config.algorithm.needs_reference, by_vllm)]
     trial = run_trial(load_config(source, settings), console(stderr=as_json), whole=whole)
     if not is_first_process():
         return

@@ -507,7 +507,16 @@ def _of_a_run(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a run's folder says, without trust in code, and in this version's sections."""
     kept: dict[str, Any] = _replace_trust(settings, False)
     algorithm = kept.get("algorithm")
-    return {**kept, "algorithm": in_sections(algorithm)} if isinstance(algorithm, Mapping) else kept
+    if not isinstance(algorithm, Mapping):
+        return kept
+    algorithm = in_sections(algorithm)
+    kl = algorithm.get("kl")
+    if (
+        isinstance(kl, Mapping)
+        and kl.get("reference_every") == kl.get("reference_mixing", 1) == algorithm.get("updates_per_batch", 1) == 1
+    ):
+        algorithm = {**algorithm, "kl": None}  # from the policy itself, always 0: refused since
+    return {**kept, "algorithm": algorithm}
 
 
 def _replace_trust(value: Any, granted: Any) -> Any:

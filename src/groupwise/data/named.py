@@ -244,8 +244,8 @@ def _line(problem: Problem) -> str:
                 json.dumps(value, default=_plain)
             except TypeError as error:
                 raise DataError(
-                    f"problem {problem.id!r}, column {name!r} cannot be written as JSON ({error}): leave the column out, or make "
-                    "it text, numbers or lists of them"
+                    f"problem {problem.id!r}, column {name!r} cannot be written as JSON ({error}): give a file or a "
+                    "function whose rows are without it, or make it text, numbers or lists of them"
                 ) from error
         raise
 
@@ -256,7 +256,7 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (date, time, timedelta, Decimal)):
         return str(value)
-    raise TypeError(f"it holds a {type(value).__name__}")
+    raise TypeError(f"it holds {type(value).__name__}")
 
 
 def _row(problem: Problem) -> dict[str, object]:

@@ -183,6 +183,8 @@ def spikes(run: RunRecord) -> Evidence | None:
 
 def no_movement(run: RunRecord) -> Evidence | None:
     """Updates are made, the gradient is not 0, and yet the policy stays the reference to the last bit."""
+    if run.config is not None and run.config.algorithm.kl is None:  # an earlier version's, from the policy itself
+        return None
     kl, norm = series(run, "policy/kl"), series(run, "optimizer/grad_norm")
     pushed = sum(1 for value in norm.values if value > 1e-9)
     if len(kl) < MANY or pushed < MANY or max(abs(v) for v in kl.values[2:]) > 1e-9:

@@ -409,7 +409,10 @@ def smaller_model(made: Plan) -> str | None:
         except ConfigError:  # with this one the settings contradict each other, as those of a separate critic may
             continue
         if other.fits or any(one.fits for one in other.suggestions):
-            changes = "" if other.fits else f" with {other.suggestions[0].words}"
+            best = None if other.fits else other.suggestions[0]
+            changes = f" with {best.words}" if best and best.words else ""
+            if best and best.machines > 1:
+                changes += f" on {best.effect.partition(':')[0]}"
             return f"a smaller model would fit: {name}{changes}"
     return None
 

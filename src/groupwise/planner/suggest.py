@@ -147,7 +147,7 @@ def _on_more_devices(setup: Setup, hardware: Hardware, limit: int, enough: list[
             if processes > setup.gpus_per_node:
                 devices += f" in machines of {setup.gpus_per_node} (torchrun or Slurm)"
             suggestions = [
-                _outcome(wider, changes, _MORE_DEVICES, f"{devices}: {effect}", hardware, limit)
+                _outcome(wider, changes, _MORE_DEVICES, f"{devices}: {effect}" if effect else devices, hardware, limit)
                 for changes, effect in _same_numbers(wider, limit)
                 if "optimizer__offload" not in changes and not refused(wider.changed(**changes))
             ]
@@ -305,10 +305,10 @@ def _concurrency(setup: Setup, limit: int) -> Iterator[dict[str, int]]:
     """Nothing; and, where sampling is what does not fit, fewer sequences at once: so few that it does, and where it is ahead
     also so few that the passes beside it do."""
     yield {}
-    beside = [{"learning", "output head", "optimiser step", "checkpoint"}] if setup.ahead else []
+    beside = [{"reference", "learning", "output head", "optimiser step", "checkpoint"}] if setup.ahead else []
     most = setup.config.rollout.max_concurrent_sequences
     for names in ({"sampling", "evaluation"}, *beside):
-        rows, made = most, setup
+        rows, made = most, setup.changed(rollout__max_concurrent_sequences=most)
         while rows and any(p.bytes > limit for p in phases(made) if p.name in names):
             rows = 1 << (rows - 1).bit_length() - 1 if rows > 1 else 0
             made = setup.changed(rollout__max_concurrent_sequences=rows)

@@ -62,7 +62,7 @@ _FILES_EACH, _OTHER_FILES = 6, 256
 """Open files that a program which runs takes here (two pipes, what waits for them, and connections, mostly one), and those that all else
 takes."""
 _CONNECTIONS = 4096
-"""That a door lets be open at once, or two for each program where those are more."""
+"""Connections that a door keeps open at once; two for each program where that is more."""
 _PASSED = (
     "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED",
     "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",

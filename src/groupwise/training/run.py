@@ -16,7 +16,7 @@ from groupwise.distributed.world import Notices
 from groupwise.engines import Engine
 from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import EpisodeEngine
-from groupwise.errors import GroupwiseError, StoppedError, TrainingError
+from groupwise.errors import CheckpointError, GroupwiseError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, evaluate_stage
 from groupwise.memory import KeptMemory, peak_memory_bytes, release_freed_memory
 from groupwise.metrics import Max, Mean, Metric, Sum, values
@@ -331,7 +331,6 @@ class Run:
                 self.ahead.go_on(step)
             self.metrics = dict(self.held.rollout_metrics)
             return Rollout(self.held.groups(partial(self.batches.prompt_of, self.checkpoint)), [], 0.0, 0.0)
-        seed_generators(self.config.training.seed, step)
         self.known = self.prepared.rewards.state_dict()
 
         def progress(finished: int, _: int) -> None:
@@ -340,7 +339,10 @@ class Run:
         try:
             with self.signals.abandonable():
                 ready = None if self.ahead is None else self.ahead.take(step, progress)
-                room = self._room_to_sample(self.batches.prompts(step), sampling, "a step") if ready is None else nullcontext()
+                prompts = self.batches.prompts(step) if ready is None else []
+                # After the resets that render prompts: a resumed run makes some that an unbroken one made in earlier steps.
+                seed_generators(self.config.training.seed, step)
+                room = self._room_to_sample(prompts, sampling, "a step") if ready is None else nullcontext()
                 with room:
                     rollout, sampled = self.batches.collect(self.sampler, step, on_progress=progress, ready=ready)
         except AbandonStep:
@@ -429,7 +431,11 @@ class Run:
         self.writer.finish()  # only then is it known whether the disk took the newest checkpoint
         if self.learner.updates == self.saved_updates and not self.writer.failed:
             raise error
-        raise type(error)(f"{error}; step {self.done} is saved in {self.save(self.done)}") from error
+        try:
+            saved = self.save(self.done)
+        except CheckpointError as unsaved:
+            raise type(error)(f"{error}; what was learnt since the last checkpoint is lost: {unsaved}") from error
+        raise type(error)(f"{error}; step {self.done} is saved in {saved}") from error
 
     def record(self, step: int, rollout: Rollout, advantages: Advantages, on_step: Callable[[StepReport], Any] | None) -> bool:
         """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False)."""

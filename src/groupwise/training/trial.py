@@ -19,6 +19,7 @@ from rich.console import Console
 
 from groupwise.config.schema import Config
 from groupwise.distributed import open_world
+from groupwise.limits import VLLM_HOTTEST
 from groupwise.memory import PeakByPhase
 from groupwise.models.load import resolve_device
 from groupwise.planner import Phase
@@ -66,7 +67,9 @@ class Trial:
         return asdict(self)
 
 
-def trial_settings(steps: int, as_written: bool = False, whole: bool = False, reference: bool = False) -> list[str]:
+def trial_settings(
+    steps: int, as_written: bool = False, whole: bool = False, reference: bool = False, by_vllm: bool = False
+) -> list[str]:
     """Settings that make a trial of a recipe, to be put after its own.
 
     Args:
@@ -74,7 +77,9 @@ def trial_settings(steps: int, as_written: bool = False, whole: bool = False, re
         as_written: leave the recipe's temperature, so that completions end where the model ends them.
         whole: write a checkpoint after each step, and judge before the last one.
         reference: whether the recipe keeps one, which the trial does not renew.
+        by_vllm: whether vLLM samples, which takes no temperature above 2.
     """
+    noise = min(_NOISE, VLLM_HOTTEST) if by_vllm else _NOISE
     return [
         f"training.steps={steps}",
         "training.epochs=null",
@@ -91,7 +96,7 @@ def trial_settings(steps: int, as_written: bool = False, whole: bool = False, re
         *(
             []
             if as_written
-            else [f"rollout.temperature={_NOISE}", f"evaluation.temperature={_NOISE}", "rollout.top_k=null", "rollout.top_p=1.0"]
+            else [f"rollout.temperature={noise}", f"evaluation.temperature={noise}", "rollout.top_k=null", "rollout.top_p=1.0"]
         ),
     ]
 

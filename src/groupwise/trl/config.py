@@ -341,6 +341,11 @@ def _contradictions(args: GRPOConfig) -> Iterator[str]:
     yield from _inert_beside_own(args)
     if args.sync_ref_model and args.beta == 0:
         yield "sync_ref_model=True, but beta is 0, so there is no reference: set beta or leave sync_ref_model out"
+    if args.sync_ref_model and args.ref_model_sync_steps == args.ref_model_mixup_alpha == args.num_iterations == 1:
+        yield (
+            "ref_model_sync_steps is 1 with ref_model_mixup_alpha 1 and num_iterations 1, so the reference is the policy itself and the KL "
+            "is always 0: lower ref_model_mixup_alpha, or leave sync_ref_model out"
+        )
     if args.delta is not None and args.delta <= 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high):
         yield f"delta is {args.delta}, but it must be above the upper clip bound 1 + epsilon_high: raise it"
     generations = args.num_generations_eval or args.num_generations

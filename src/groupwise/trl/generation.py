@@ -83,6 +83,7 @@ class PromptSet:
         self.tokenizer, self.which, self.room, self.episodes = tokenizer, which, room, episodes
         self.template_arguments: Mapping[str, Any] = args.chat_template_kwargs or {}
         self._told: set[str] = set()
+        self._speaks = args.process_index == 0
         if self.template_arguments and which == "training":
             # apply_chat_template has arguments of its own, which no template asks for.
             own = inspect.signature(tokenizer.apply_chat_template).parameters
@@ -225,8 +226,8 @@ class PromptSet:
         return Prompt(problem, text, tuple(ids), messages)  # type: ignore[arg-type]
 
     def _tell(self, warning: str) -> None:
-        """Once."""
-        if warning not in self._told:
+        """Once, in the first process."""
+        if self._speaks and warning not in self._told:
             self._told.add(warning)
             log.warning(warning)
 

@@ -223,6 +223,8 @@ class Outputs:
     rewards: RewardFunctions
     train_dataset: Any
     eval_dataset: Any
+    model: Any
+    processing_class: Any
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
@@ -398,7 +400,7 @@ class Outputs:
     def __setattr__(self, name: str, value: object) -> None:
         if name in ARGUMENTS:
             raise ArgumentError(f"trainer.{name} cannot be set: set {name} in GRPOConfig, before the trainer is made")
-        if name in ("model", "processing_class") and not self._inside and vars(self).get(name, value) is not value:
+        if name in ("model", "processing_class") and vars(self).get(name, value) is not value:
             raise ArgumentError(f"trainer.{name} cannot be set after the trainer was made: make another GRPOTrainer with it")
         if name in ("optimizer", "lr_scheduler"):
             if value is None or value is getattr(self, name):

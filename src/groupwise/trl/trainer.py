@@ -256,7 +256,7 @@ class GRPOTrainer(Outputs):
         self.policy, model_config = make_policy(model, args, tokenizer, peft_config, quantization_config, load)
         if not (isinstance(model, str) or is_adapted(self.policy.model)):
             check_frozen(model, given)
-        self.model, self.processing_class = self.policy.model, self.policy.tokenizer
+        vars(self).update(model=self.policy.model, processing_class=self.policy.tokenizer)  # which a script cannot
         self.config = to_config(args, model_config, self._correction)
         settings = rollout_settings(self.config.rollout)
         self._sampling = replace(settings, min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty)

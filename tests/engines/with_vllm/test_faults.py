@@ -273,7 +273,7 @@ def test_a_server_with_another_model_is_refused_before_anything_is_loaded(serve,
     ("trained", "computes", "taken"),
     [
         ("float32", "float32", True), ("float32", "bfloat16", False), ("bfloat16", "float32", True), ("bfloat16", "bfloat16", True),
-        ("bfloat16", "float16", False), ("float16", "bfloat16", False),
+        ("bfloat16", "float16", True), ("float16", "bfloat16", False),
     ],
 )  # fmt: skip
 def test_a_server_that_would_round_the_weights_is_refused(trained, computes, taken, serve, engine_over, tiny_llama):

@@ -331,6 +331,7 @@ def test_what_a_killed_server_left_goes_when_another_starts(tiny_llama, tmp_path
     left = tmp_path / "groupwise-weights-left"
     left.mkdir()
     (left / "00000-.safetensors").write_bytes(b"x")
+    os.utime(left, (0, 0))
     living = Service(ModelBackend(tiny_llama()), spool=tmp_path)
     assert not left.exists()
     living.hold("run", "a run")

@@ -154,10 +154,15 @@ def find_secret(make: bool = False) -> str | None:
             try:
                 with os.fdopen(handle, "w") as file:
                     file.write(secrets.token_hex(32) + "\n")
-                with suppress(FileExistsError):  # another server was quicker
+                try:
                     os.link(written, path)
+                except FileExistsError:  # another server was quicker
+                    pass
+                except OSError:  # a file system without hard links
+                    os.rename(written, path)
             finally:
-                os.unlink(written)
+                with suppress(FileNotFoundError):
+                    os.unlink(written)
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -227,7 +232,8 @@ def check_server(link: Link, hf_config: Any, model: str, dtype: str | None = Non
         raise ConfigError(
             f"the server at {link.where} has the model {hello['model']!r} ({told}), but {model} is trained: start it with that model"
         )
-    if dtype is not None and hello["dtype"] not in (dtype, "float32"):  # small updates would be rounded off
+    finer = {"bfloat16": ("bfloat16", "float16", "float32"), "float16": ("float16", "float32")}
+    if dtype is not None and hello["dtype"] not in finer.get(dtype, (dtype,)):  # small updates would be rounded off
         raise ConfigError(
             f"the server at {link.where} computes in {hello['dtype']}, but {dtype} weights are trained: start it with "
             f"--dtype {dtype}"

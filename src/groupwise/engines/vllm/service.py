@@ -89,6 +89,8 @@ class _Lease:
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "groupwise-weights-"
+_OLD_S = 3600.0
+"""Folders younger than this may be of a server that has not locked its own yet, or of a version that locks none."""
 
 
 def _new_folder(parent: Path) -> tuple[Path, int]:
@@ -104,6 +106,8 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove this user's folders whose server was killed. Their locks tell so in other containers too, unlike process numbers."""
     for path in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is locked, or another user's
+            if time.time() - path.stat().st_mtime < _OLD_S:
+                continue
             lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
