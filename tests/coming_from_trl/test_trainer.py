@@ -1365,7 +1365,7 @@ def test_what_the_trainer_is_made_of_is_changed_with_effect_or_not_at_all(tiny_f
     for name, value in (("model", torch.nn.Linear(1, 1)), ("processing_class", None)):
         with pytest.raises(ConfigError, match=f"trainer.{name} cannot be set after the trainer was made"):
             setattr(trainer, name, value)
-    with pytest.raises(ConfigError, match="trainer.compute_loss cannot be set, since groupwise.trl does not call it"):
+    with pytest.raises(ConfigError, match=r"trainer.compute_loss cannot be set, since groupwise.trl does not call it"):
         trainer.compute_loss = lambda *_: 0
 
 

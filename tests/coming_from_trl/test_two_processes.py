@@ -263,7 +263,7 @@ def test_what_cannot_be_divided_is_refused_before_weights_are_read(
         check_division(GRPOConfig("out"), model.model_copy(update={"name": str(folder)}), SimpleNamespace(lora_dropout=0.0), 2)
     monkeypatch.setattr("groupwise.trl.trainer.check_launch", lambda *_: "fsdp2")
     for named, given in ((None, how), ({"quantization_config": how}, None)):
-        with pytest.raises(ConfigError, match="fsdp2 divides a base .*: leave quantization_config out"):
+        with pytest.raises(ConfigError, match=r"fsdp2 divides a base .*: leave quantization_config out"):
             GRPOTrainer(str(tiny_folder), letters, settings(model_init_kwargs=named), prompts, quantization_config=given)
 
 

@@ -96,7 +96,7 @@ def test_a_row_without_one_of_its_columns_is_told_and_a_question_alone_begins_no
     environments = Environments({None: Adder}, 20.0)
     assert environments.needs_a_row()
     assert not Environments({None: type("Free", (Adder,), {"columns": ()})}, 20.0).needs_a_row()
-    with pytest.raises(TrainingError, match="the row has no column 'start', which Adder.columns names"):
+    with pytest.raises(TrainingError, match=r"the row has no column 'start', which Adder.columns names"):
         environments.opening(Problem("p", "?", ""))
     assert not sessions
 

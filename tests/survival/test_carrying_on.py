@@ -447,7 +447,7 @@ def test_changed_columns_beside_question_and_answer_are_found(small_config, lett
     config = small_config(**EVERY, data={"source": str(data), "holdout": 6})
     folder = before_its_end(go(config, letters, quiet, tmp_path / "run").folder)
     data.write_text(data.read_text().replace('"level": 1', '"level": 2', 1))
-    with pytest.raises(CheckpointError, match="has changed .other columns of the data: fingerprint"):
+    with pytest.raises(CheckpointError, match=r"has changed .other columns of the data: fingerprint"):
         go(config, letters, quiet, folder, resume=True)
 
 

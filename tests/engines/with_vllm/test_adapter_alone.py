@@ -71,7 +71,7 @@ def test_the_probe_scores_without_the_dropout_of_learning(serve, engine_over, ti
     scorer.score(scorer.prepare([((3, 4, 5), [(7, 8, 9, 2)])]))
     engine.metrics()
     engine.refresh(1)
-    assert 0 < engine._push_s
+    assert engine._push_s > 0
     assert engine._probed < 1e-3
 
 
