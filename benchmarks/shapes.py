@@ -55,6 +55,8 @@ class NoText:
 def random_policy(config: PretrainedConfig, device: str, dtype: torch.dtype = torch.bfloat16) -> Policy:
     """A policy of this shape that never stops by itself: it has no end token, so every completion has the length asked for."""
     torch.manual_seed(0)
+    if torch.device(device).type == "cuda" and torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # as where a policy is loaded
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return Policy(model.eval(), NoText(), (), config.max_position_embeddings, "random weights")

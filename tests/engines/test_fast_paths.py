@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -235,6 +236,26 @@ def test_a_model_that_no_decoder_computes_has_nothing_to_choose(own_cache, shape
             path.switch(not path.unchecked)
         again()
         assert switches() == here
+
+
+def test_a_gpu_is_the_current_device_while_it_is_checked(monkeypatch):
+    """Kernels were launched on the first GPU, and failed on numbers of another: what fits was left out, for good."""
+    current, seen = [], []
+
+    @contextmanager
+    def device(which):
+        current.append(which)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(fast_paths, "_key", lambda *_: "a key")
+    monkeypatch.setattr(fast_paths, "_check", lambda *_: seen.append([*current]) or [])
+    second = torch.device("cuda:1")
+    for where in (second, CPU):
+        check_fast_paths(SHAPE, BF16, where, again=True)
+    assert seen == [[second], []]
+    assert not current
 
 
 def test_what_does_not_apply_is_as_where_nobody_looked(own_cache):

@@ -17,7 +17,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -200,7 +200,9 @@ def check_fast_paths(
     if kept is None and not again:
         kept = _known[key] if key in _known else _kept(key)
     if kept is None:
-        kept = _check(config, dtype, device, key)
+        # Triton and captured graphs take the current device, wherever tensors are.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kept = _check(config, dtype, device, key)
     _take(key, kept)
     return kept
 
