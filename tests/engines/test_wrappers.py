@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -80,20 +81,23 @@ def stand_in(monkeypatch, graph, capture):
     handles = itertools.count(100)
     for name, value in {
         "CUDAGraph": graph, "graph": capture, "graph_pool_handle": lambda: next(handles), "current_stream": lambda: None,
-        "stream": lambda stream: nullcontext(), "current_device": lambda: 0,
+        "stream": lambda stream: nullcontext(), "current_device": lambda: 0, "Stream": lambda device: f"a stream of {device}",
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(runner_module, "_capture_stream", cache(runner_module._capture_stream.__wrapped__))
 
 
-def test_where_no_graph_can_be_captured_steps_are_launched(monkeypatch):
-    """The graph's memory runs out when it is made. The allocator of torch 2.11 would go on as if the capture had not ended."""
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_where_no_graph_can_be_captured_steps_are_launched(monkeypatch, kind):
+    """The graph's memory runs out when it is made. The allocator of torch 2.11 would go on as if the capture had not ended.
+    Errors of Triton are no RuntimeError."""
     seen, told, ended = [], [], []
 
     @contextmanager
-    def capture(graph, pool, capture_error_mode):
+    def capture(graph, pool, stream, capture_error_mode):
         seen.append("begin")
         yield
-        raise RuntimeError("CUDA error: out of memory\nwhen the graph was instantiated")
+        raise kind("CUDA error: out of memory\nwhen the graph was instantiated")
 
     stand_in(monkeypatch, lambda: None, capture)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: ended.append((device, pool)), raising=False)
@@ -122,7 +126,7 @@ def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):
             seen.append(("replay", held_elsewhere()))
 
     @contextmanager
-    def capture(graph, pool, capture_error_mode):
+    def capture(graph, pool, stream, capture_error_mode):
         seen.append(("begin", held_elsewhere()))
         yield
         seen.append(("end", held_elsewhere()))
@@ -134,6 +138,26 @@ def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):
     runner._replay(step)
     runner._replay(step)
     assert seen == [("begin", True), ("record", True), ("end", True), ("replay", False), ("replay", False)]
+
+
+def test_each_device_captures_on_a_stream_of_its_own(monkeypatch):
+    """torch's belongs to the device that captured first: nothing of another one was recorded."""
+    made, taken = [], []
+
+    @contextmanager
+    def capture(graph, pool, stream, capture_error_mode):
+        taken.append(stream)
+        yield
+
+    stand_in(monkeypatch, lambda: None, capture)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or f"a stream of {device}")
+    runner = Runner(None, None, None, None)
+    monkeypatch.setattr(runner, "_once", lambda step: None)
+    for device in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        runner._capture(object())
+    assert taken == ["a stream of 0", "a stream of 1", "a stream of 0"]
+    assert made == [0, 1]
 
 
 def test_no_graph_is_captured_into_the_memory_of_one_that_was_destroyed(monkeypatch):
@@ -153,7 +177,7 @@ def test_no_graph_is_captured_into_the_memory_of_one_that_was_destroyed(monkeypa
             users[self.pooled] -= 1
 
     @contextmanager
-    def capture(graph, pool=None, capture_error_mode="global"):
+    def capture(graph, pool=None, stream=None, capture_error_mode="global"):
         if pool in users and users[pool] == 0:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         graph.pooled = next(handles) if pool is None else pool

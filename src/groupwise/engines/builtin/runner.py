@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Runner:
             self._graph = None  # its memory goes with it: torch 2.11 refuses a pool whose only graph was destroyed
             try:
                 self._graph, self._captured = self._capture(step), step
-            except RuntimeError as error:
+            except Exception as error:  # Triton's are no RuntimeError
                 self._launches = True
                 why = str(error).partition("\n")[0]
                 self.tell(f"a CUDA graph could not be captured ({why}): steps are launched one by one instead")
@@ -96,11 +97,18 @@ class Runner:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             # Where the end of a capture fails, torch leaves its stream the current one, and (until 2.12) its allocator capturing.
-            here, capture = torch.cuda.current_stream(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+            here, stream = torch.cuda.current_stream(), _capture_stream(torch.cuda.current_device())
+            capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with DEVICE_WIDE, torch.cuda.stream(here), capture:
                 self._once(step)
-        except RuntimeError:
+        except Exception:
             with suppress(RuntimeError):  # it has ended
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             raise
         return graph
+
+
+@cache
+def _capture_stream(device: int) -> Any:
+    """What is captured on ``device``. The one that torch takes by itself belongs to the first device that captured in the process."""
+    return torch.cuda.Stream(device)
