@@ -238,6 +238,25 @@ def test_a_model_that_no_decoder_computes_has_nothing_to_choose(own_cache, shape
         assert switches() == here
 
 
+@pytest.mark.parametrize("heads", [1, 2, 6, 8])
+def test_long_rows_are_in_groups_with_few_queries_and_with_many(heads, monkeypatch):
+    """The kernel for more than 16 queries a key head, and that for fewer, are two: models met one of them unchecked."""
+    decoder = fast_paths._small(
+        Qwen2Config(**{**SHAPE.to_dict(), "num_attention_heads": heads, "num_key_value_heads": 1}), torch.float32, CPU
+    )
+    once, queries = fast_paths._Logits._once, set()
+
+    def noting(runner, step):
+        queries.add(int(step.group_of_row.bincount().max()) * heads)
+        once(runner, step)
+
+    monkeypatch.setattr(fast_paths._Logits, "_once", noting)
+    logits = fast_paths._OPERATIONS["a step of long rows"](decoder)()
+    assert {found > 16 for found in queries} == {False, True}
+    assert [len(found) for found in logits] == [8, 17, 1]
+    assert all(found.isfinite().all() for found in logits)
+
+
 def test_a_gpu_is_the_current_device_while_it_is_checked(monkeypatch):
     """Kernels were launched on the first GPU, and failed on numbers of another: what fits was left out, for good."""
     current, seen = [], []

@@ -229,6 +229,22 @@ def test_the_kernels_are_compared_before_they_are_taken(by_kernels, monkeypatch)
     assert 0 < choice.operations[0].difference < 1e-5
 
 
+def test_both_widths_of_the_attention_kernel_are_compared(by_kernels, monkeypatch):
+    """By a stand-in for all kernels, which notes what it is compiled for. In fp32 there is one width."""
+    widths = set()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, M_PROMPT=None, **__: widths.add(M_PROMPT)
+
+    for module, name in ((gpu_kernels, "_add_norm"), (gpu_kernels, "_rotate_and_store"), (gpu_kernels, "_attend_to_chunks"),
+                         (gpu_kernels, "_merge"), (triton_kernels, "_gated")):  # fmt: skip
+        monkeypatch.setattr(module, name, Kernel())
+    decoder = fast_paths._small(CONFIGS["norms of heads"], torch.float16, CPU)
+    fast_paths._OPERATIONS["a step of long rows"](decoder)
+    assert widths - {None} == {16, 64}
+
+
 def without_a_chunk(merge):
     class Merge:
         def __getitem__(self, grid):

@@ -355,20 +355,21 @@ def _passes(decoder: Decoder, entropy: bool = False) -> Action:
     return action
 
 
-def _cache(decoder: Decoder, prompt_tokens: int, tokens: int) -> Cache:
-    """For eight rows in two groups."""
+def _cache(decoder: Decoder, prompt_tokens: int, tokens: int, groups: int = 2, rows: int = 8) -> Cache:
     decoder.reserve_positions(prompt_tokens + tokens + 1)
     return Cache(
         layers=len(decoder.layers), kv_heads=decoder.shape.kv_heads, head_width=decoder.shape.head_width,
-        groups=2, prompt_tokens=prompt_tokens, rows=8,
+        groups=groups, prompt_tokens=prompt_tokens, rows=rows,
         completion_tokens=tokens, dtype=decoder.dtype, device=decoder.device, native=takes_native(decoder),
     )  # fmt: skip
 
 
 def _planned(cache: Cache, prompt_lengths: list[int], own_lengths: list[int]) -> DecodeStep:
+    """All groups have the same number of rows."""
+    groups, rows = len(prompt_lengths), len(own_lengths)
     return DecodeStep.plan(
-        cache, group_of_row=[0] * 4 + [1] * 4, prompt_lengths=prompt_lengths, own_lengths=own_lengths, last_tokens=list(range(5, 13)),
-        keys=[1] * 8, turn_starts=[0] * 8,
+        cache, group_of_row=[row * groups // rows for row in range(rows)], prompt_lengths=prompt_lengths, own_lengths=own_lengths,
+        last_tokens=list(range(5, 5 + rows)), keys=[1] * rows, turn_starts=[0] * rows,
     )  # fmt: skip
 
 
@@ -387,8 +388,9 @@ def _decode_step(decoder: Decoder) -> Action:
     return torch.no_grad()(lambda: [decoding.decode(decoder, weights, cache, step)])  # type: ignore[no-any-return]
 
 
-_LONG = ([300, 70], [0, 63, 64, 255, 256, 257, 600, 700])
-"""Of prompts, and of what rows have of their own."""
+_LONG = (([300, 70], [0, 63, 64, 255, 256, 257, 600, 700]), ([300], [0, 255] * 8 + [256]), ([300], [257]))
+"""Of prompts, and of what rows have of their own, in three steps. The kernel for groups with many queries is not the one for few:
+groups of 4 rows, of 17 and of 1 take both, whatever heads a model has."""
 
 
 class _Logits(running.Runner):
@@ -402,24 +404,25 @@ class _Logits(running.Runner):
 
 def _long_step(decoder: Decoder) -> Action:
     """Next-token logits of rows that have much behind them: random keys so large that a row looks at few positions, and one that is left
-    out shows. Where steps are replayed it is too, since how long its launches take is not what counts there."""
-    prompts, own = _LONG
-    cache, generator = _cache(decoder, max(prompts), max(own) + 1), torch.Generator().manual_seed(1)
-    cache.reserve(max(own) + 1, len(own))
-    for keys, values in (*cache.prompt, *cache.own):
-        keys.copy_(2 * torch.randn(keys.shape, generator=generator))
-        values.copy_(torch.randn(values.shape, generator=generator))
+    out shows. Where steps are replayed these are too, since how long their launches take is not what counts there."""
+    generator, weights = torch.Generator().manual_seed(1), DecodeWeights(decoder, max(len(own) for _, own in _LONG))
     draw = Draw(SamplingSettings(max_tokens=1, greedy=True), decoder.vocabulary, decoder.device)
-    runner, step = _Logits(decoder, DecodeWeights(decoder, len(own)), cache, draw), _planned(cache, prompts, own)
-    runner._once(step)
-    graph = runner._capture(step) if decoder.device.type in running.GRAPHS else None
+    steps: list[tuple[_Logits, Callable[[], None]]] = []
+    for prompts, own in _LONG:
+        cache = _cache(decoder, max(prompts), max(own) + 1, len(prompts), len(own))
+        cache.reserve(max(own) + 1, len(own))
+        for keys, values in (*cache.prompt, *cache.own):
+            keys.copy_(2 * torch.randn(keys.shape, generator=generator))
+            values.copy_(torch.randn(values.shape, generator=generator))
+        runner, step = _Logits(decoder, weights, cache, draw), _planned(cache, prompts, own)
+        runner._once(step)
+        replayed = decoder.device.type in running.GRAPHS
+        steps.append((runner, runner._capture(step).replay if replayed else partial(runner._once, step)))
 
     def action() -> Sequence[Tensor]:
-        if graph is None:
-            runner._once(step)
-        else:
-            graph.replay()
-        return [runner.logits]
+        for _, compute in steps:
+            compute()
+        return [runner.logits for runner, _ in steps]
 
     return torch.no_grad()(action)  # type: ignore[no-any-return]
 
