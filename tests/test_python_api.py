@@ -129,7 +129,7 @@ def test_a_plan_by_name():
 
 
 def test_a_plan_for_this_machine_has_the_dtype_that_a_run_would_have(monkeypatch):
-    monkeypatch.setattr("groupwise.planner.hardware.present_gpu", lambda: None)
+    monkeypatch.setattr("groupwise.planner.hardware.present_gpu", lambda index: None)
     for computes, dtype in ((False, "float32"), (True, "bfloat16")):
         monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda computes=computes: computes)
         assert groupwise.plan("quickstart", {"model.dtype": "auto", "model.device": "cpu"}).setup.config.model.dtype == dtype

@@ -177,7 +177,7 @@ GPUS = [
 
 @pytest.mark.parametrize(("label", "mebibytes", "name", "tflops"), GPUS, ids=[label for label, *_ in GPUS])
 def test_a_card_is_known_by_its_whole_name_and_has_its_own_memory(label, mebibytes, name, tflops, monkeypatch):
-    monkeypatch.setattr(hardware, "present_gpu", lambda: (label, mebibytes * 2**20))
+    monkeypatch.setattr(hardware, "present_gpu", lambda index: (label, mebibytes * 2**20))
     found = hardware.choose_hardware("auto", None, None)
     assert (found.name, found.memory_bytes) == (name, mebibytes * 2**20)
     assert round(found.flops_per_s / 1e12) == tflops
@@ -190,15 +190,63 @@ def test_a_gpu_that_a_process_does_not_see_is_not_planned_for(monkeypatch):
         asked.append(query)
         return SimpleNamespace(stdout="NVIDIA H100 80GB HBM3, 81559\n")
 
-    monkeypatch.setattr(hardware, "shutil", SimpleNamespace(which=lambda name: name))
     monkeypatch.setattr(hardware.subprocess, "run", answer)
-    for visible, found in ((None, "0"), ("", None), ("-1", None), ("3,1", "3"), ("GPU-8f6d", "GPU-8f6d")):
+    for visible, found, *index in (
+        (None, "0"), ("", None), ("-1", None), ("3,1", "3"), ("GPU-8f6d", "GPU-8f6d"),
+        (None, "1", 1), ("3, 1", "1", 1), ("3", None, 1),
+    ):  # fmt: skip
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         asked.clear()
-        assert hardware.present_gpu() == (None if found is None else ("NVIDIA H100 80GB HBM3", 81559 * 2**20))
+        assert hardware.present_gpu(*index) == (None if found is None else ("NVIDIA H100 80GB HBM3", 81559 * 2**20))
         assert [f"--id={found}" in query for query in asked] == ([] if found is None else [True])
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_machine_s(monkeypatch):
+    """As in a DGX Spark, for which a plan was one for its CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(hardware, "total_memory_bytes", lambda: 119 * 2**30)
+    monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="NVIDIA GB10, [N/A]\n"))
+    assert hardware.present_gpu() == ("NVIDIA GB10", 119 * 2**30)
+    found = hardware.choose_hardware("auto", None, None)
+    assert (found.name != "cpu", found.memory_bytes) == (True, 119 * 2**30)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("nvidia-smi"), hardware.subprocess.CalledProcessError(6, "nvidia-smi")])
+def test_a_gpu_of_which_the_driver_says_nothing_is_asked_of_pytorch(error, monkeypatch):
+    """A slice of a card (MIG), and a machine without nvidia-smi."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3c54,MIG-8f6d")
+    monkeypatch.setattr(hardware.subprocess, "run", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    slices = [SimpleNamespace(name=f"NVIDIA H100 80GB HBM3 MIG {n}g", total_memory=n * 10 * 2**30) for n in (1, 2)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", slices.__getitem__)
+    assert [hardware.choose_hardware(name, None, None).memory_bytes for name in ("auto", "cuda:1")] == [10 * 2**30, 20 * 2**30]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert hardware.present_gpu(1) is None
+
+
+def test_a_gpu_that_is_not_here_is_not_planned_for_as_a_cpu(monkeypatch):
+    monkeypatch.setattr(hardware, "present_gpu", lambda index: None)
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError, match=f"model.device is {device}, .* name --hardware or --gpu-memory"):
+            hardware.choose_hardware(device, None, None)
+        assert hardware.choose_hardware(device, "h100", None).name == "h100"
+        assert hardware.choose_hardware(device, None, 24 * 2**30).memory_bytes == 24 * 2**30
+    assert hardware.choose_hardware("auto", None, None).name == "cpu"
+
+
+def test_the_gpu_that_is_measured_is_the_run_s(monkeypatch):
+    asked = []
+    monkeypatch.setattr("groupwise.planner.plan.measure", lambda device, *rest: asked.append(device) or HARDWARE["h100"])
+    for device, named in (("cuda:1", None), ("auto", None), ("auto", "cpu")):
+        plan_run(load_config("quickstart", [f"model.device={device}"]), hardware=named, measured=True)
+    assert asked == ["cuda:1", "auto", "cpu"]
 
 
 def test_this_machine_can_be_measured(monkeypatch):

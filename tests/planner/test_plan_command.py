@@ -157,7 +157,7 @@ def test_what_only_lacks_a_package_here_is_planned(monkeypatch):
     ],
 )
 def test_a_recipe_for_several_devices_that_is_planned_for_one_says_how_to_plan_it(recipe, options, monkeypatch):
-    monkeypatch.setattr("groupwise.planner.hardware.present_gpu", lambda: None)
+    monkeypatch.setattr("groupwise.planner.hardware.present_gpu", lambda index: None)
     monkeypatch.setattr("groupwise.models.devices.computes_bf16", lambda: True)  # without, this machine's plan is in float32
     size, card = options.split(" --hardware ")
     result = CliRunner().invoke(app, ["plan", recipe, "--json"])

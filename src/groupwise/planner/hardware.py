@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from groupwise.errors import ConfigError
 from groupwise.memory import total_memory_bytes
@@ -109,50 +109,62 @@ def alike(memory_bytes: int) -> list[Hardware]:
     return [c for c in HARDWARE.values() if c.name != "cpu" and abs(c.memory_bytes / memory_bytes - 1) <= _ALIKE]
 
 
-def present_gpu() -> tuple[str, int] | None:
-    """Name and memory of this machine's first NVIDIA GPU that a process sees (``CUDA_VISIBLE_DEVICES``), asked of its driver; None without
-    one."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if shutil.which("nvidia-smi") is None or first in ("", "-1"):
+def present_gpu(index: int = 0) -> tuple[str, int] | None:
+    """Name and memory of the GPU that a process here knows as ``cuda:index`` (``CUDA_VISIBLE_DEVICES``), as NVIDIA's driver says, or as
+    PyTorch says where the driver does not; None without one."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = str(index) if listed is None else ",".join(listed.split(",")[index : index + 1]).strip()
+    if chosen in ("", "-1"):
         return None
-    query = ["nvidia-smi", f"--id={first}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--id={chosen}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
         name, _, mebibytes = answer.splitlines()[0].rpartition(",")
-        return name.strip(), int(mebibytes) * 2**20
+        shared = mebibytes.strip() == "[N/A]"  # with the processor, as that of GB10
+        return name.strip(), total_memory_bytes() if shared else int(mebibytes) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return _known_to_torch(index)
+
+
+def _known_to_torch(index: int) -> tuple[str, int] | None:
+    """As ``present_gpu``. nvidia-smi may be missing, and knows no memory of a slice of a card (MIG)."""
+    import torch
+
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
+    properties = torch.cuda.get_device_properties(index)
+    return properties.name, properties.total_memory
 
 
 def measure(device: str = "auto", width: int = 1024, feed_forward: int = 4096, threads: int | None = None) -> Hardware:
     """This machine's own rates: the widest product of a layer over 1,024 rows (8,192 on a GPU) in bf16 and fp32, and a copy.
 
     The fastest of what a second holds counts, so that a moment in which the machine was busy does not. ``device``: ``cpu``, ``cuda``,
-    or ``auto``; ``width`` and ``feed_forward``: the model's. On CPU the memory is the whole machine's, or its container's.
+    ``cuda:1`` or ``auto``; ``width`` and ``feed_forward``: the model's. On CPU the memory is the whole machine's, or its container's.
 
     Imports torch. Raises ConfigError where a GPU is to be measured and there is none.
     """
     import torch
 
-    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu and not torch.cuda.is_available():
         raise ConfigError("--measure is asked for on a GPU, but there is none here: leave it out, or name --hardware cpu")
     if threads is not None:
         torch.set_num_threads(threads)
-    where = torch.device("cuda" if on_gpu else "cpu")
+    where = torch.device(("cuda" if device == "auto" else device) if on_gpu else "cpu")
     rows = 8192 if on_gpu else 1024
     inputs = torch.randn(rows, width, dtype=torch.bfloat16, device=where)
     weight = torch.randn(2 * feed_forward, width, dtype=torch.bfloat16, device=where)
     source = torch.empty(2**28 if on_gpu else 2**25, dtype=torch.float32, device=where).fill_(1.0)
     target = torch.empty_like(source)
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    wait: Callable[[], object] = partial(torch.cuda.synchronize, where) if on_gpu else lambda: None
     product = _fastest(lambda: torch.mm(inputs, weight.t()), wait)
     inputs, weight = inputs.float(), weight.float()
     in_fp32 = _fastest(lambda: torch.mm(inputs, weight.t()), wait)
     operations = 2.0 * rows * width * 2 * feed_forward
     copy = _fastest(lambda: target.copy_(source), wait)
-    name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else total_memory_bytes()
+    name = torch.cuda.get_device_name(where) if on_gpu else "cpu"
+    memory = torch.cuda.get_device_properties(where).total_memory if on_gpu else total_memory_bytes()
     return Hardware(
         name, memory, operations / product, 2.0 * source.nbytes / copy,
         link_of(name), 0.6, 0.8,
@@ -197,12 +209,17 @@ def choose_hardware(device: str, name: str | None, gpu_bytes: int | None) -> Har
 
     Of a GPU that is known by its size alone, rates are those of the card of the table with about as much memory that is slowest in
     arithmetic, or of the smallest with more. The memory is always the GPU's own.
+
+    Raises ConfigError for a name that the table does not have, and where ``device`` is a GPU that is not here.
     """
     if name is not None:
         return find_hardware(name)
     card = None
     if gpu_bytes is None:
-        gpu = None if device == "cpu" else present_gpu()
+        index = device.partition(":")[2]
+        gpu = None if device == "cpu" else present_gpu(int(index) if index.isdecimal() else 0)
+        if gpu is None and device.startswith("cuda"):
+            raise ConfigError(f"model.device is {device}, and no such GPU can be asked here: name --hardware or --gpu-memory")
         if gpu is None:
             return replace(HARDWARE["cpu"], memory_bytes=total_memory_bytes())
         card, gpu_bytes = named_in(gpu[0]), gpu[1]

@@ -311,7 +311,8 @@ def plan_run(
     gpus_per_node: int = GPUS_OF_A_MACHINE,
 ) -> Plan:
     """Plan a run on the ``hardware`` named, on GPUs of ``gpu_memory`` (such as ``24GiB``), or on this machine; with ``measured`` at rates
-    measured here. Imports torch for this machine's CPU alone, whose instructions decide what ``model.dtype: auto`` is.
+    measured here. Imports torch for this machine's CPU, whose instructions decide what ``model.dtype: auto`` is, and for a GPU of
+    which NVIDIA's driver says nothing.
 
     Raises what ``make_plan`` raises, and ConfigError for hardware or a size that is not known.
     """
@@ -337,8 +338,7 @@ def _measured(config: Config, hardware: str | None) -> Hardware:
     if hardware not in (None, "cpu"):
         raise ConfigError(f"--measure looks at this machine and --hardware {hardware} at another: leave one of them out")
     shape = find_shape(config.model)
-    device = hardware or config.model.device.partition(":")[0]
-    return measure(device, shape.width, shape.feed_forward, config.training.threads)
+    return measure(hardware or config.model.device, shape.width, shape.feed_forward, config.training.threads)
 
 
 _USUAL_PROCESSES = 8
