@@ -30,10 +30,11 @@ from transformers.integrations.integration_utils import WandbLogModel
 from groupwise.algorithm import Objective
 from groupwise.algorithm.advantages import maxrl_advantage
 from groupwise.config.schema import OptimizerConfig
+from groupwise.distributed import World
 from groupwise.engines.builtin import decode, fast_paths
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError, TrainingError
-from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint
+from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint, parts
 from groupwise.trl.outputs import CompletionLog, summary_in
 from groupwise.trl.parts import GivenOptimizer, check_frozen
 from groupwise.trl.rewards import combine
@@ -93,6 +94,27 @@ def test_fast_paths_are_compared_before_a_script_s_model_learns(tiny_folder, pro
     GRPOTrainer(str(tiny_folder), letters, settings(), prompts)
     assert [*fast_paths._known.values()] == [found]
     assert "a path: left out on this machine, since it failed" in caplog.text
+
+
+def test_a_model_on_another_gpu_is_computed_there(load_tiny, tiny_folder, settings, monkeypatch):
+    """Kernels were launched on the first GPU. With a stand-in for where the model is."""
+
+    class Reached(Exception):
+        pass
+
+    def check(config, dtype, device):
+        checked.append(device)
+        raise Reached
+
+    checked, current, second, model = [], [], torch.device("cuda:1"), load_tiny()
+    monkeypatch.setattr(LlamaForCausalLM, "device", second)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(parts, "check_fast_paths", check)
+    policy, config = parts.make_policy(model, settings(), AutoTokenizer.from_pretrained(tiny_folder), None, None)
+    assert current == [second]
+    with pytest.raises(Reached):
+        parts.make_parts(policy, parts.to_config(settings(), config), World(), False, False, None)
+    assert checked == [second]
 
 
 @pytest.mark.parametrize("bf16", [False, True])

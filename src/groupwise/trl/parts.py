@@ -23,7 +23,7 @@ from groupwise.algorithm.registry import find_advantage, find_loss, needs_of
 from groupwise.config.objective import ADVANTAGE_TYPES, LOSS_TYPES
 from groupwise.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig
 from groupwise.config.section import Section
-from groupwise.distributed import Sharding, World
+from groupwise.distributed import Sharding, World, world_size
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.engines import Engine, check_quantization, make_engine
 from groupwise.engines.builtin.fast_paths import check_fast_paths, take
@@ -466,7 +466,8 @@ def make_parts(
 ) -> tuple[Scorer, Sharding, Engine]:  # fmt: skip
     """What learns, how its weights are divided, and what samples. A script's own optimiser holds the module's parameters, so the module is
     what learns; the sampler works on the same memory either way. ``came_adapted``: the script's model had its adapter already."""
-    where = (policy.model.config, policy.model.dtype, resolve_device(config.model.device))
+    aside = loading_device(config, world)
+    where = (policy.model.config, policy.model.dtype, resolve_device(config.model.device) if aside else policy.model.device)
     choices = world.on_rank0(lambda: check_fast_paths(*where))
     take(*where, choices)
     in_order = episodes is not None and episodes.environments is not None  # each process scores what its environments played
@@ -480,7 +481,6 @@ def make_parts(
     # Low-rank factors show whether they were trained. Another kind may have been.
     trained = [bool(p.abs().sum() > 0) for n, p in policy.model.named_parameters() if "lora_B" in n]
     given = any(trained) if trained else came_adapted
-    aside = loading_device(config, world)
     if aside is not None and not is_adapted(policy.model):
         tie_as_first(policy.model, world)
     scorer = make_scorer(policy, config.model, resolve_device(config.model.device) if aside else None)
@@ -550,6 +550,8 @@ def _adopt(model: Any, args: GRPOConfig, config: ModelConfig, tokenizer: Any, ad
     multiply_dequantised(model)
     if not quantised and model.device.type == "cpu" and not args.use_cpu:
         model.to(resolve_device("auto"))
+    if model.device.type == "cuda" and world_size() == 1:
+        torch.cuda.set_device(model.device)  # as where a model is loaded
     if args.gradient_checkpointing:
         base_module(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     tokenizer = tokenizer or load_tokenizer(config)
