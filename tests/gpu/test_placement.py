@@ -10,6 +10,7 @@ from groupwise.engines.builtin.cache import Cache
 from groupwise.models import adapters, devices
 from groupwise.models.layer import copy_filled
 from groupwise.models.saving import Made
+from groupwise.training import setup
 from groupwise.training.critic import Critic
 from groupwise.training.optimizer import MasterAdamW
 from groupwise.training.reference import Reference
@@ -68,6 +69,21 @@ def test_one_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch):
     devices.wait_for(torch.device("cuda"))
     devices.wait_for(torch.device("cpu"))
     assert asked == ["stream"]
+
+
+@pytest.mark.parametrize(
+    ("native", "dtype", "told"),
+    [(False, "auto", True), (False, "bfloat16", True), (False, "float16", False), (True, "auto", False)],
+)
+def test_a_gpu_that_emulates_bf16_is_told_of(native, dtype, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    note = setup._note_on_emulated_bf16(build_config({"model": {"dtype": dtype}}))
+    assert ("model.dtype=float16" in (note or "")) == told
+
+
+def test_a_cpu_has_no_note_on_a_gpu():
+    assert setup._note_on_emulated_bf16(build_config({"model": {"device": "cpu", "dtype": "bfloat16"}})) is None
 
 
 @pytest.mark.parametrize(("prompt", "completion"), [(1, 1), (9, 511), (255, 256), (300, 2000)])

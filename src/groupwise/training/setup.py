@@ -246,6 +246,7 @@ def _notes(
         _note_on_experts(config),
         _note_on_idle_gpus(config, processes),
         _note_on_unusable_gpu(config),
+        _note_on_emulated_bf16(config),
         _note_on_missing_kernels(config),
         note_on_date(tokenizer, config.prompt),
         f"{short.sentence}: {short.remedy}" if short is not None else None,
@@ -307,6 +308,14 @@ def _note_on_unusable_gpu(config: Config) -> str | None:
         f"this machine has a GPU ({gpu[0]}), but this PyTorch ({torch.__version__}) cannot use it, and the run takes the CPU: install "
         "a build of PyTorch for CUDA that the GPU's driver is new enough for."
     )
+
+
+def _note_on_emulated_bf16(config: Config) -> str | None:
+    if resolve_device(config.model.device).type != "cuda" or with_dtype(config.model).dtype != "bfloat16":
+        return None
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return None
+    return "this GPU has no bfloat16, which PyTorch emulates on it: model.dtype=float16 is for such GPUs."
 
 
 def _note_on_missing_kernels(config: Config) -> str | None:
