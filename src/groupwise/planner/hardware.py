@@ -110,8 +110,8 @@ def alike(memory_bytes: int) -> list[Hardware]:
 
 
 def present_gpu(index: int = 0) -> tuple[str, int] | None:
-    """Name and memory of the GPU that a process here knows as ``cuda:index`` (``CUDA_VISIBLE_DEVICES``), as NVIDIA's driver says, or as
-    PyTorch says where the driver does not; None without one."""
+    """Name and memory of the GPU that a process here knows as ``cuda:index`` (``CUDA_VISIBLE_DEVICES``), as NVIDIA's driver says,
+    or as PyTorch says where the driver does not; None without one."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = str(index) if listed is None else ",".join(listed.split(",")[index : index + 1]).strip()
     if chosen in ("", "-1"):
@@ -140,7 +140,7 @@ def measure(device: str = "auto", width: int = 1024, feed_forward: int = 4096, t
     """This machine's own rates: the widest product of a layer over 1,024 rows (8,192 on a GPU) in bf16 and fp32, and a copy.
 
     The fastest of what a second holds counts, so that a moment in which the machine was busy does not. ``device``: ``cpu``, ``cuda``,
-    ``cuda:1`` or ``auto``; ``width`` and ``feed_forward``: the model's. On CPU the memory is the whole machine's, or its container's.
+    ``cuda:1`` or ``auto``; ``width`` and ``feed_forward``: the model's. On CPU the memory is the machine's, or its container's.
 
     Imports torch. Raises ConfigError where a GPU is to be measured and there is none.
     """

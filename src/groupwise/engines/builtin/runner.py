@@ -110,5 +110,5 @@ class Runner:
 
 @cache
 def _capture_stream(device: int) -> Any:
-    """What is captured on ``device``. The one that torch takes by itself belongs to the first device that captured in the process."""
+    """What is captured on ``device``. The one that torch takes by itself is of the first device that captured in the process."""
     return torch.cuda.Stream(device)
