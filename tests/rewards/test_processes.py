@@ -310,6 +310,30 @@ def test_loading_starts_a_first_process_and_only_for_isolated_functions(mischief
     assert not plain._processes._alive
 
 
+def test_loading_again_after_the_end_starts_anew(mischief):
+    suite = mischief()
+    suite.load()
+    suite.close()
+    suite.load()
+    (worker,) = suite._processes._alive
+    assert worker.process.poll() is None
+
+
+def test_a_process_that_the_system_cannot_start_is_a_failed_call(mischief, monkeypatch):
+    def refuses(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    suite = mischief()
+    opened = len(os.listdir("/dev/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.rewards.processes.subprocess.Popen", refuses)
+        with pytest.raises(RewardError, match="an error when its process was started: .*Resource temporarily unavailable"):
+            suite.load()
+        assert call_counts(step(suite, "fine")) == {"calls/killed_obey": 0, "calls/failed_obey": 1}
+    assert len(os.listdir("/dev/fd")) == opened
+    assert call_counts(step(suite, "fine")) == {"calls/killed_obey": 0, "calls/failed_obey": 0}
+
+
 def test_questions_without_an_answer_may_take_as_long_in_every_call(reward_file):
     """A worker has a checker of LaTeX answers of its own: what is left of its seconds is renewed as in the run's process."""
     path = reward_file(

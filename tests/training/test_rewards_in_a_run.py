@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from groupwise.errors import ConfigError, RewardError, StoppedError
-from groupwise.rewards import RewardSuite, reward_scope
+from groupwise.rewards import RewardSuite, reward_scope, sandbox
 from groupwise.tracking import RunFolder
 from groupwise.training.loop import train
 from tests.tiny import final_weights, metrics_of
@@ -119,6 +119,32 @@ def test_a_folder_that_is_taken_is_refused_before_data_are_read(small_config, le
     (tmp_path / "run" / "notes.txt").touch()
     with pytest.raises(ConfigError, match="is not empty"):
         train(small_config(data={"source": "absent.jsonl"}), rewards=letters, console=quiet, run_folder=tmp_path / "run")
+
+
+FINDS = """
+from pathlib import Path
+
+def finds(completions, **columns):
+    here = Path(__file__).parent
+    found = 100 * (bool(list(here.glob("**/environment.json"))) or not list(here.glob("mine.py")))
+    return [found + i % 2 for i, _ in enumerate(completions)]
+"""
+
+
+def test_a_sandbox_that_was_tried_before_the_run_does_not_show_its_folder(small_config, quiet, tmp_path):
+    if sandbox.refusal():
+        pytest.skip(f"no sandbox on this machine: {sandbox.refusal()}")
+    tmp_path.chmod(0o755)  # in the sandbox root is nobody
+    (tmp_path / "mine.py").write_text(FINDS)
+    entry = {"function": f"{tmp_path}/mine.py:finds", "isolate": "sandbox"}
+
+    def check(prepared):
+        prepared.rewards.load()
+        return []
+
+    config = small_config(rewards={"functions": [entry]})
+    folder = train(config, console=quiet, run_folder=tmp_path / "run", check=check).folder
+    assert [step["reward/finds"] for step in metrics_of(folder)] == [0.5, 0.5]
 
 
 def test_functions_are_let_go_where_no_folder_can_be_made(small_config, letters, quiet, tmp_path, monkeypatch):

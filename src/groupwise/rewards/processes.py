@@ -52,12 +52,17 @@ class _Worker:
         steps, environment = _walls() if sandbox else (None, None)
         script = Path(__file__).with_name("process_worker.py")
         ours, self._lifeline = os.pipe()
-        # -P: otherwise this folder heads sys.path. A session of its own: Ctrl-C does not reach it.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(script), str(ours)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            start_new_session=True, pass_fds=[ours], env=environment,
-        )  # fmt: skip
-        os.close(ours)
+        try:
+            # -P: otherwise this folder heads sys.path. A session of its own: Ctrl-C does not reach it.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(script), str(ours)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                start_new_session=True, pass_fds=[ours], env=environment,
+            )  # fmt: skip
+        except OSError as error:  # no memory, or too many processes
+            os.close(self._lifeline)
+            raise CallRaised(f"an error when its process was started: {_printable_line(error)}") from error
+        finally:
+            os.close(ours)
         self.owner, self.sandbox, self.reusable = os.getpid(), sandbox, True
         self._number, self._most = 0, LEAST_BYTES
         self._asked = threading.Semaphore()
@@ -179,8 +184,7 @@ class ProcessPool:
         kind = name in self._entries[True]
         worker = self._workers[kind].get()
         try:
-            if worker is None or worker.owner != os.getpid() or worker.process.poll() is not None:
-                worker = self._start(worker, kind)
+            worker = self._living(worker, kind)
             return worker.ask(name, keywords, timeout_s, seed)
         except (CallTimedOut, _Ended):
             self.killed[name] += 1
@@ -203,7 +207,7 @@ class ProcessPool:
             if self._entries[kind]:
                 worker = self._workers[kind].get()
                 try:
-                    worker = self._start(worker, kind) if worker is None else worker
+                    worker = self._living(worker, kind)
                 finally:
                     self._workers[kind].put(worker)
 
@@ -211,8 +215,11 @@ class ProcessPool:
         """End the processes. A call that comes later starts new ones."""
         _kill_all(self._alive)
 
-    def _start(self, old: _Worker | None, kind: bool) -> _Worker:
-        self._drop(old)
+    def _living(self, worker: _Worker | None, kind: bool) -> _Worker:
+        """``worker``, or a new one where it has ended or is another process's."""
+        if worker is not None and worker.owner == os.getpid() and worker.process.poll() is None:
+            return worker
+        self._drop(worker)
         worker = _Worker(self._entries[kind], kind)
         self._alive.add(worker)
         return worker

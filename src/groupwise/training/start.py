@@ -227,8 +227,11 @@ def start(
 
     def checked() -> list[str]:
         """Of a new run: whether it is one is found in the first process, since others may not see the folder, or not yet."""
-        resumes = wanted is not None and wanted.expanduser().is_dir()
-        return [] if check is None or resumes else list(check(prepared))
+        if check is None or (wanted is not None and wanted.expanduser().is_dir()):
+            return []
+        told = list(check(prepared))
+        prepared.rewards.close()  # the next sandbox is made when the run's folder is there, and hides it
+        return told
 
     try:
         _make_repeatable(config.training, undo)
