@@ -582,14 +582,46 @@ def commands(pid):
 
 def test_of_a_home_folder_only_code_is_seen(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("mine.py", "notes.txt", "package/__init__.py", "letters/one.txt", ".ssh/id"):
+    for name in ("mine.py", "notes.txt", "package/__init__.py", "package/.env", "letters/one.txt", ".ssh/id"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     steps = sandbox.plan([], [str(tmp_path), str(tmp_path.parent), "/"])
-    assert [step.path for step in steps if step.path.startswith(str(tmp_path))] == [
-        str(tmp_path / n) for n in ("mine.py", "package")
-    ]
+    assert below_folder(tmp_path, steps) == [".ssh hide", "mine.py bind", "package bind", "package/.env hide"]
     assert not [step for step in steps if step.path == "/"]
+
+
+def below_folder(folder, steps):
+    """Whatever the user's own folders are besides."""
+    return [f"{Path(step.path).relative_to(folder)} {step.kind}" for step in steps if Path(step.path).is_relative_to(folder)]
+
+
+def write_empty(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
+def test_a_project_in_a_folder_of_python_s_keeps_its_secrets(tmp_path, monkeypatch):
+    """As one in /usr/src, or with a virtual environment in the project itself."""
+    certificates = "lib/python3/site-packages/certifi/cacert.pem"
+    write_empty(tmp_path, ".env", "code/mine.py", "code/data/.env", certificates)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "code"), str(tmp_path / "lib/python3/site-packages")])
+    found = below_folder(tmp_path, sandbox.plan(*sandbox.readable()))
+    assert found == [". bind", ".env hide", "code bind", "code/data/.env hide"]
+
+
+@pytest.mark.parametrize("name", ["site-packages", "target"])
+def test_installed_packages_are_seen_whole_however_many(tmp_path, monkeypatch, name):
+    """Those of ``pip install --user`` lie outside of Python's own folders, those of ``--target`` anywhere."""
+    monkeypatch.setattr(sandbox, "_MOST", 3)
+    names = ("numpy/__init__.py", "numpy.libs/blas.so", "numpy-2.0.dist-info/METADATA", "certifi/cacert.pem", "six.py")
+    write_empty(tmp_path / name, *names)
+    assert below_folder(tmp_path, sandbox.plan([], [str(tmp_path / name)])) == [f"{name} bind"]
+    if name == "target":
+        write_empty(tmp_path / name, ".env")
+        found = below_folder(tmp_path, sandbox.plan([], [str(tmp_path / name)]))
+        assert found == ["target/.env hide", "target/numpy bind", "target/six.py bind"], "a project with packages stays one"
 
 
 def test_links_on_the_way_to_a_folder_are_kept(tmp_path):

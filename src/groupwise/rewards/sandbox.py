@@ -53,6 +53,7 @@ _KEYS = re.compile(
     r"(?i)^\.|^id_(rsa|dsa|ecdsa|ed25519)$|\.(pem|key|p12|pfx|jks|kdbx|keystore)$|^(credentials|secrets?)(\.(?!pyi?$)\w+)?$"
 )
 """Names in the user's folders that are not seen."""
+_INSTALLED = {"site-packages", "dist-packages"}
 _MOST = 20_000
 """Names of a folder that are looked at."""
 _SYSTEM = (
@@ -92,31 +93,41 @@ def readable() -> tuple[list[str], list[str]]:
     system = [*_SYSTEM, *prefixes, *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     files = [getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if "." not in name]
     places = [os.path.dirname(os.path.dirname(f) if os.path.basename(f).startswith("__init__.") else f) for f in files if f]
-    within = tuple(os.path.join(os.path.realpath(p), "") for p in system if p and p != "/")
-    own = dict.fromkeys(os.path.abspath(p) for p in [*sys.path, *places])
-    return [p for p in system if p and p != "/"], [p for p in own if not (os.path.realpath(p) + "/").startswith(within)]
+    system = [p for p in system if p and p != "/"]
+    within = tuple(os.path.join(os.path.realpath(p), "") for p in system)
+    environments = [sys.prefix] if sys.prefix != sys.base_prefix else []  # it may have been made in the project itself
+    own = dict.fromkeys(os.path.abspath(p) for p in [*sys.path, *places, *environments])
+    return system, [p for p in own if not (_is_library(real := os.path.realpath(p)) and (real + "/").startswith(within))]
 
 
 def plan(system: Iterable[str], own: Iterable[str]) -> list[Step]:
     """How to make a file system of what exists of these, in order.
 
-    Of the user's ``own`` folders names that begin with a dot (``.env``, ``.git``, ``.ssh``), files of keys and folders of runs stay hidden,
-    at any depth; of the home folder, of the folder for temporary files, of what lies above them, and of a folder with more than ``_MOST``
-    names, only Python files and packages are seen.
+    Of the user's ``own`` folders names that begin with a dot (``.env``, ``.git``, ``.ssh``), files of keys and folders of runs
+    stay hidden, at any depth, also where the folder lies in one of the ``system``; of the home folder, of the folder for temporary
+    files, of what lies above them, and of a folder with more than ``_MOST`` names, only Python files and packages are seen.
+    Installed packages are seen whole.
     """
     steps: set[Step] = set()
     for path in system:
         steps |= _placed(path)
     for path in own:
         real = os.path.realpath(path)
-        if not os.path.isdir(real):
-            steps |= _placed(path)  # a zip file, say
-        elif _is_wide(real) or (private := _private(real)) is None:
-            for entry in _entries(real):
-                if entry.name.endswith(".py") or os.path.isfile(os.path.join(entry.path, "__init__.py")):
-                    steps |= _placed(entry.path)
-        else:
-            steps |= _placed(path) | {Step(place, "hide") for place in private}
+        wide = _is_wide(real)
+        if not os.path.isdir(real) or (not wide and _is_installed(real)):  # a zip file, say
+            steps |= _placed(path)
+            continue
+        private, all_seen = _private(real, 0 if wide else _MOST)
+        steps |= {Step(place, "hide") for place in private}
+        if all_seen and not wide:
+            steps |= _placed(path)
+            continue
+        for entry in _entries(real):
+            if entry.name.endswith(".py"):
+                steps |= _placed(entry.path)
+            elif os.path.isfile(os.path.join(entry.path, "__init__.py")):
+                private, all_seen = _private(os.path.realpath(entry.path))
+                steps |= {Step(place, "hide") for place in private} | (_placed(entry.path) if all_seen else set())
     order = ("link", "hide", "bind")
     return sorted(steps, key=lambda step: (step.path.count("/"), order.index(step.kind), step.path))
 
@@ -146,6 +157,17 @@ def _is_wide(folder: str) -> bool:
     return any((os.path.realpath(home) + "/").startswith(folder.rstrip("/") + "/") for home in homes)
 
 
+def _is_library(folder: str) -> bool:
+    """The standard library, or a folder that pip installs packages into; or in one of them."""
+    library = os.path.realpath(os.path.dirname(os.__file__))
+    return bool(_INSTALLED & set(folder.split("/"))) or (folder + "/").startswith(library + "/")
+
+
+def _is_installed(folder: str) -> bool:
+    """A library, or packages of ``pip install --target``, which have nothing of a project's beside them."""
+    return _is_library(folder) or (any(e.name.endswith(".dist-info") for e in _entries(folder)) and not _private(folder, 0)[0])
+
+
 def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
@@ -154,18 +176,20 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def _private(folder: str) -> list[str] | None:
-    """What is hidden of it; None where it has more than ``_MOST`` names."""
+def _private(folder: str, most: int = _MOST) -> tuple[list[str], bool]:
+    """What is hidden of it, and whether it was all looked at: not where it has more than ``most`` names. Those directly in it are
+    always looked at, and installed packages never: they need their certificates.
+    """
     hidden, seen = [], 0
     for place, folders, files in os.walk(folder):
         seen += len(folders) + len(files)
-        if seen > _MOST:
-            return None
         private = {name for name in (*folders, *files) if _KEYS.search(name) or (name == "runs" and name in folders)}
         private |= {name for name in folders if _is_run(os.path.join(place, name))}
         hidden += [path for path in (os.path.join(place, name) for name in sorted(private)) if not os.path.islink(path)]
-        folders[:] = [name for name in folders if name not in private]
-    return hidden
+        if seen > most:
+            return hidden, False
+        folders[:] = [name for name in folders if name not in private and name not in _INSTALLED]
+    return hidden, True
 
 
 def _is_run(path: str) -> bool:
@@ -412,8 +436,10 @@ def _keep(work: Callable[[], bytes], timeout_s: float | None, answer: int, outpu
     ours = os.dup(answer)  # a number that the first three do not replace
     for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, number)
-    os.closerange(3, ours)  # before the call begins, which could open what this process has open
-    os.closerange(ours + 1, max(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    for name in os.listdir("/proc/self/fd"):  # before the call begins, which could open what this process has open
+        if int(name) > 2 and int(name) != ours:
+            with contextlib.suppress(OSError):  # the list's own
+                os.close(int(name))
     _system("unshare", _NEW_MOUNT | _NEW_IPC)
     _mount_proc("/proc")
     _mount_work()
