@@ -7,6 +7,7 @@ import os
 import platform
 import random
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -198,20 +199,22 @@ def test_a_full_disk_later_is_one_clear_sentence(tmp_path, monkeypatch):
         folder.write_records("base", "greedy", [{}])
 
 
-def locks_on_files_alone(errno_of_folders, errno_of_files=None):
-    """``fcntl.flock`` as on NFS: a handle that is not open for writing has no lock."""
+def locks_on_files_alone(errno_of_folders, errno_of_files=0):
+    """``fcntl.flock`` as on NFS: a folder has no lock, or (0) one on each machine, which keeps no other out."""
     real = fcntl.flock
 
     def flock(handle, how):
-        wanted = errno_of_files if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_RDWR else errno_of_folders
-        if wanted is not None:
-            raise OSError(wanted, os.strerror(wanted))
-        real(handle, how)
+        folder = stat.S_ISDIR(os.fstat(handle).st_mode)
+        if number := errno_of_folders if folder else errno_of_files:
+            raise OSError(number, os.strerror(number))
+        if not folder:
+            assert how & fcntl.LOCK_SH or fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_RDWR, "NFS wants a handle for writing"
+            real(handle, how)
 
     return flock
 
 
-@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EINVAL])
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EINVAL, 0])
 def test_a_folder_on_nfs_is_locked_by_a_file_in_it(tmp_path, monkeypatch, caplog, number):
     monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(number))
     first = RunFolder.create(Config(), tmp_path / "run", "x")
@@ -236,8 +239,23 @@ def test_a_folder_of_nothing_but_its_lock_is_unused(tmp_path, monkeypatch):
     assert RunFolder.reopen(tmp_path) is None
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(errno.ENOLCK, errno.ENOLCK))
+def test_a_run_of_an_earlier_version_locks_the_folder_itself(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert not folder.is_in_use()
+    assert os.listdir(tmp_path) == [], "who looks makes no file"
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert folder.is_in_use()
+    with pytest.raises(ConfigError, match="another run is going on"):
+        folder.lock()
+    os.close(handle)
+    folder.lock()
+    folder.release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, 0])
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog, number):
+    monkeypatch.setattr(fcntl, "flock", locks_on_files_alone(number, errno.ENOLCK))
     folder = RunFolder.create(Config(), tmp_path / "run", "x")
     assert not folder.is_in_use()
     (said,) = caplog.messages

@@ -162,7 +162,7 @@ def test_the_folder_holds_the_whole_run(go, small_config, tiny_folder):
     assert sorted(path.name for path in (folder / "evaluations").iterdir()) == sorted(stages)
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml", "environment.json", "metrics.jsonl", "completions.jsonl", "evaluations", "checkpoints", "final_model",
-        "summary.json",
+        "summary.json", ".lock",
     }  # fmt: skip
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-0", "step-2"]  # after the warm start
     assert (

@@ -38,7 +38,7 @@ __all__ = ["Ending", "RunFolder", "base_name", "cut_back", "ending_of", "set_end
 PROBES = 10
 """Tries to lock a folder before it counts as taken."""
 LOCK_FILE = ".lock"
-"""A file to lock only where the folder itself cannot be locked, as on NFS, which locks files alone."""
+"""A file to lock: on NFS a folder's lock holds on one machine alone, or there is none."""
 LEFTOVER_FOLDER = re.compile(r"\.{1,2}(?:final_model|step-\d+)[\w.-]*\.partial")
 LEFTOVER_FILE = re.compile(r"\.[\w.-]+\.(?:ya?ml|jsonl?|html)\.\w+\.part")
 
@@ -59,27 +59,28 @@ class RunFolder:
     trained.json           while the final model is judged: all that resuming needs, with the model, to come to the end
     summary.json           what the run came to
     summary-step-N.json    what it had come to before it was continued to more steps
+    .lock                  empty; locked while the run is going on
     config-step-N.yaml     the settings of its steps up to N, where it was resumed with others then
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._locks: list[int | None] = []
         self._is_new = False
 
     def lock(self) -> None:
         """Keep every other run out of this folder until ``release``, or until this process ends, however it ends.
 
-        The lock is the system's, on the folder itself; on NFS on a file in it, which stays. Where the file system has none, a warning
-        says so.
+        The locks are the system's: on a file in it, which stays, and on the folder itself, as runs of earlier versions have it.
+        Where the file system has none for files, a warning says so.
 
         Raises:
             ConfigError: a run is going on in it.
         """
         for last in (*[False] * PROBES, True):  # somebody may just be looking whether a run is going on in it
             try:
-                self._lock = flock(self.path, shared=False)
-                if self._lock is None:
+                self._locks = flock(self.path, shared=False)
+                if self._locks[-1] is None:
                     logger.warning(
                         "the file system of %r has no locks, so that a second run in this folder would go unnoticed: start one at a time",
                         str(self.path),
@@ -99,17 +100,14 @@ class RunFolder:
     def is_in_use(self) -> bool:
         """Whether a run is going on in it, here or in another process; False where that cannot be known."""
         try:
-            handle = flock(self.path, shared=True)
+            close_all(flock(self.path, shared=True))
         except BlockingIOError:
             return True
-        if handle is not None:
-            os.close(handle)
         return False
 
     def release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        close_all(self._locks)
+        self._locks = []
 
     def withdraw(self) -> None:
         """Take away what a new run wrote that is refused before its first step, so that it may begin here again. What an earlier
@@ -334,25 +332,34 @@ def said_by(config: Config) -> dict[str, Any]:
     return {"seeds": seeds, "answer_style": default_style(config.data)}  # for who asks the model where the data do not lie
 
 
-def flock(path: Path, *, shared: bool) -> int | None:
-    """An open handle that holds the system's lock on the folder ``path``; None where there is none to be had. Raises BlockingIOError: it is
-    taken.
+def flock(path: Path, *, shared: bool) -> list[int | None]:
+    """Open handles that hold the system's locks on the folder ``path`` and on the file in it; None for one that is not to be had.
 
-    NFS makes locks of ranges of bytes of these, for which a handle must be open for writing: a folder's cannot be, and a file's can.
+    A shared lock makes no file. For the other kind NFS wants a handle that is open for writing.
+
+    Raises:
+        BlockingIOError: one is taken.
     """
-    for place, flags in ((path, os.O_RDONLY), (path / LOCK_FILE, os.O_RDWR | os.O_CREAT)):
+    held: list[int | None] = []
+    for place, flags in ((path, os.O_RDONLY), (path / LOCK_FILE, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)):
         handle = None
         try:
             handle = os.open(place, flags, 0o666)
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
-            if handle is not None:
-                os.close(handle)
+            close_all([handle])
             if isinstance(error, BlockingIOError):
+                close_all(held)
                 raise
-            continue
-        return handle
-    return None
+            handle = None
+        held.append(handle)
+    return held
+
+
+def close_all(handles: Iterable[int | None]) -> None:
+    for handle in handles:
+        if handle is not None:
+            os.close(handle)
 
 
 def make_named(path: Path) -> Path:
