@@ -5,12 +5,16 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import typer
 
 from groupwise import streams
 from groupwise.cli import main
+from groupwise.cli.options import start_processes
 from groupwise.config import explain, load_config, recipes
+from groupwise.distributed import launch
 
 COMMANDS = [
     ["train"],
@@ -24,6 +28,18 @@ COMMANDS = [
     ["config"],
 ]
 COMMANDS += [["report"], ["doctor"], ["plan"], ["bench"]]
+
+
+@pytest.mark.parametrize(("spec", "own"), [(None, ["-P"]), ("started by -m", [])])
+def test_several_processes_import_from_where_the_command_does(monkeypatch, spec, own):
+    """``groupwise`` finds no package in the working directory, and ``python -m groupwise`` does."""
+    started = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "launch", lambda command, count: started.append(command) or 0)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    with pytest.raises(typer.Exit):
+        start_processes(2)
+    assert started == [[sys.executable, *own, "-m", "groupwise", *sys.argv[1:]]]
 
 
 @pytest.mark.parametrize("command", [[], ["data"]])

@@ -98,4 +98,6 @@ def start_processes(count: int) -> None:
     from groupwise.streams import give_stdout_back
 
     give_stdout_back()  # to the first of them
-    raise typer.Exit(launch([sys.executable, "-m", "groupwise", *sys.argv[1:]], count))
+    # -P, unless this was started by -m too: a file in the working directory must not hide a package from the others alone.
+    own = [] if getattr(sys.modules["__main__"], "__spec__", None) and not sys.flags.safe_path else ["-P"]
+    raise typer.Exit(launch([sys.executable, *own, "-m", "groupwise", *sys.argv[1:]], count))
