@@ -9,6 +9,7 @@ from groupwise.cli.plan import _fullest
 from groupwise.config import load_config
 from groupwise.models.native.build import Kernels
 from groupwise.planner.state import Item, Phase
+from groupwise.training import setup
 from groupwise.training.trial import trial_settings
 
 
@@ -105,6 +106,16 @@ def test_a_missing_compiler_is_told(groupwise, small, nowhere, monkeypatch):
     )
     result = groupwise("bench", "quickstart", *small, "--steps", "1")
     assert "no C compiler found (cc, gcc or clang). PyTorch's operations take their place" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("said", "helps"), [("no C compiler found (cc, gcc or clang)", True), ("could not be compiled: No space left", False)]
+)
+def test_a_compiler_is_the_remedy_where_there_is_none(monkeypatch, said, helps):
+    monkeypatch.setattr(setup, "kernels", lambda: Kernels(None, said, failed=True))
+    note = setup._note_on_missing_kernels(load_config(None, {"model.device": "cpu"}))
+    assert said in note
+    assert ("apt install gcc" in note) is helps
 
 
 def test_a_table_for_people(groupwise, small, nowhere):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import subprocess
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -865,6 +866,23 @@ class TestWithout:
         assert (found.library, found.failed) == (None, True)
         assert found.description.startswith("could not be loaded: ")
         assert "failed to map segment" in found.description
+
+    @pytest.mark.parametrize("by_compiler", [False, True])
+    def test_a_full_cache(self, tmp_path, monkeypatch, by_compiler):
+        """A home or a quota is full; the folder for temporary files may have room."""
+        self.writes_texts(monkeypatch)
+        builds = build._build
+
+        def full(command, path):
+            if path.is_relative_to(tmp_path / "cache"):
+                said = "No space left on device"
+                raise subprocess.CalledProcessError(1, command, stderr=said) if by_compiler else OSError(28, said)
+            builds(command, path)
+
+        monkeypatch.setattr(build, "_build", full)
+        monkeypatch.setattr(build.ctypes, "CDLL", lambda name: "a library")
+        monkeypatch.setattr(build, "_temporary_folder", lambda: SimpleNamespace(name=str(tmp_path)))
+        assert build.kernels.__wrapped__().library == "a library"
 
     def test_a_file_of_somebody_else_is_not_loaded(self, tmp_path, monkeypatch):
         path = tmp_path / "kernels.so"

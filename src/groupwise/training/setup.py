@@ -321,10 +321,12 @@ def _note_on_emulated_bf16(config: Config) -> str | None:
 def _note_on_missing_kernels(config: Config) -> str | None:
     if resolve_device(config.model.device).type != "cpu" or not is_first_process() or not (native := kernels()).failed:
         return None
-    return (
+    said = (
         f"native kernels: {native.description}. PyTorch's operations take their place, with which sampling and learning on a CPU take "
-        "longer: a C compiler makes the kernels (Debian and Ubuntu: apt install gcc)."
+        "longer"
     )
+    missing = native.description.startswith("no C compiler")
+    return said + (": a C compiler makes the kernels (Debian and Ubuntu: apt install gcc)." if missing else ".")
 
 
 def _fitting(

@@ -91,7 +91,7 @@ def _loaded(command: list[str], version: str) -> ctypes.CDLL:
     name = f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     try:
         return _from_file(command, _cache_folder() / name)
-    except _NotLoaded:  # the cache may lie where nothing may be executed (noexec)
+    except (OSError, subprocess.CalledProcessError):  # the cache may be full, or lie where nothing may be executed (noexec)
         return _from_file(command, Path(_temporary_folder().name) / name)
 
 
