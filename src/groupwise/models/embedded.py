@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -85,10 +86,12 @@ def ensure_embedded_model(progress: Callable[[str], None] | None = None) -> Path
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(str(folder) + ".lock"):
             if not folder.is_dir():
+                for leftover in folder.parent.glob(f".{folder.name}-*"):  # of one that was killed
+                    shutil.rmtree(leftover, ignore_errors=True)
                 with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as workspace:
                     finished = _build(Path(workspace), say)
                     finished.rename(folder)
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the second: a file system without locks
         raise ModelError(
             f"the embedded model cannot be written to {folder.parent} ({error}): free some space there (about 0.5 GB), or name "
             "another folder in GROUPWISE_CACHE"
