@@ -113,11 +113,16 @@ def test_the_tokenizer_beside_an_adapter_goes_with_it(tiny_folder, tmp_path):
         load_to_ask(settings_to_ask(str(tmp_path / "adapter"))[0])
 
 
-def test_what_cannot_be_merged_or_read_is_one_sentence(go, tmp_path):
+def test_what_cannot_be_merged_or_read_is_one_sentence(go, tmp_path, monkeypatch):
     folder = go("alone", "none", output={"adapter_only": True})
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("groupwise.models.load.load_policy", lambda *_, **__: pytest.fail("weights are loaded first"))
     for words, sentence in (
         (["merge", str(tmp_path), str(tmp_path / "new")], "holds no adapter"),
         (["merge", str(folder), str(tmp_path)], "exists already"),
+        (["merge", str(folder), "~/file"], "exists already"),
+        (["merge", str(folder), str(tmp_path / "file" / "new")], "cannot be written (Not a directory: "),
         (["train", "quickstart", "--dry-run", f"model.name={folder / 'final_model'}"], "groupwise merge"),
     ):
         done = CliRunner().invoke(app, words)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -197,18 +200,35 @@ def merge(
       groupwise merge runs/qlora-1/checkpoints/step-40 step-40-merged
       groupwise merge somebodys-adapter merged --base Qwen/Qwen2.5-1.5B-Instruct
     """
-    from groupwise.errors import ModelError
     from groupwise.models.embedded import fetch_model
     from groupwise.models.load import load_policy, save_model
 
-    if out.exists():
-        raise ModelError(f"{out} exists already: name a folder that does not")
+    out = out.expanduser()  # in quotes a shell leaves the tilde
+    _check_out(out)
     folder = _adapter_in(adapter.expanduser())
     config = _settings(folder, base)
     config.model.trust_remote_code = trust_remote_code
     fetch_model(config.model)
     save_model(load_policy(config.model, adapter=folder), out)
     typer.echo(f"{config.model.name} with the adapter of {folder} is in {out}")
+
+
+def _check_out(out: Path) -> None:
+    """Raise ModelError where ``out`` exists, or no folder can be made there; leave nothing."""
+    from groupwise.errors import ModelError
+
+    parent = out.absolute()
+    try:
+        if out.exists():
+            raise ModelError(f"{out} exists already: name a folder that does not")
+        parent = next(folder for folder in out.absolute().parents if folder.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # the command says which name
+            raise
+        raise ModelError(
+            f"{str(out)!r} cannot be written ({error.strerror or error}: {parent}): name a folder in one that can be"
+        ) from error
 
 
 def _adapter_in(path: Path) -> Path:
