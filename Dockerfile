@@ -1,7 +1,8 @@
 # groupwise in a container:
 #   docker build -t groupwise .
-#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/work" groupwise train quickstart             # on the processor
-#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD:/work" --gpus all groupwise train gsm8k-0.5b  # on NVIDIA GPUs
+#   docker run --init --rm --user "$(id -u):$(id -g)" -v "$PWD:/work" groupwise train quickstart             # on the processor
+#   docker run --init --rm --user "$(id -u):$(id -g)" -v "$PWD:/work" --gpus all groupwise train gsm8k-0.5b  # on NVIDIA GPUs
+# --init gives the container a first process that hands signals on and clears away what programs leave behind.
 # Runs and downloaded models stay in the mounted folder. On x86-64 the default torch is the CUDA build, which also runs without a GPU.
 # The CPU build saves several gigabytes: --build-arg TORCH_OPTIONS="...", with pip's options from the command that PyTorch's page
 # "Start Locally" shows for CPU.

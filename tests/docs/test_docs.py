@@ -441,6 +441,12 @@ def test_the_dockerfile_copies_what_is_there():
     assert set(named) <= {line.removeprefix("!") for line in page(".dockerignore").split()}
 
 
+def test_what_runs_in_a_container_is_not_its_first_process():
+    shown = re.findall(r"docker run .*", page("Dockerfile"))
+    assert shown
+    assert all(line.startswith("docker run --init ") for line in shown)
+
+
 def test_the_types_checked_do_not_depend_on_optional_packages():
     """Packages of the extras that developers do not install are skipped by mypy; else `make lint` differs where one is there."""
     project = tomllib.loads(page("pyproject.toml"))
