@@ -327,7 +327,7 @@ def test_a_process_that_the_system_cannot_start_is_a_failed_call(mischief, monke
     opened = len(os.listdir("/dev/fd"))
     with monkeypatch.context() as patch:
         patch.setattr("groupwise.rewards.processes.subprocess.Popen", refuses)
-        with pytest.raises(RewardError, match="an error when its process was started: .*Resource temporarily unavailable"):
+        with pytest.raises(RewardError, match=r"an error when its process was started: .*Resource temporarily unavailable"):
             suite.load()
         assert call_counts(step(suite, "fine")) == {"calls/killed_obey": 0, "calls/failed_obey": 1}
     assert len(os.listdir("/dev/fd")) == opened
