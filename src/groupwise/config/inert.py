@@ -64,9 +64,9 @@ def _rules(config: Config) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     elif config.rollout.vllm.url is None:
         yield "rollout.vllm", ("shared_folder",), "rollout.vllm.url is null, so the weights stay in this process", "set url"
     else:
-        own = ("gpu_memory_share", "cache_gib", "max_model_tokens", "eager", "sleep_mode")
         server = "rollout.vllm.url names a server, which goes by options of its own"
-        yield "rollout.vllm", own, server, "start the server with the option of that name (such as --gpu-memory-share)"
+        options = ("gpu_memory_share", "cache_gib", "max_model_tokens", "eager", "sleep_mode")
+        yield "rollout.vllm", options, server, "start the server with the option of that name (such as --gpu-memory-share)"
     if output.keep_best and not (output.checkpoint_every and config.evaluation.every):
         judged = "no checkpoint is judged (output.checkpoint_every, evaluation.every)"
         yield "output", ("keep_best",), judged, "set both"
