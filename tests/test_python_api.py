@@ -317,6 +317,18 @@ def test_a_stopped_run_s_model_is_gone_although_its_error_is_kept(again, monkeyp
     assert [model() for model in models] == [None]
 
 
+def test_an_error_that_is_its_own_cause_is_raised(again, monkeypatch):
+    """As every one is where several processes train."""
+
+    def fails(*_, **__):
+        error = StoppedError("stopped", 143)
+        raise error from error
+
+    monkeypatch.setattr("groupwise.training.loop.train", fails)
+    with pytest.raises(StoppedError, match="stopped"):
+        again({}, check=False)
+
+
 def test_an_evaluation_by_vllm_has_the_server_of_the_run(result, tmp_path, monkeypatch):
     folder, asked = Path(shutil.copytree(result.folder, tmp_path / "run")), []
     settings = yaml.safe_load((folder / "config.yaml").read_text())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.config import Config, build_config, load_config
 from groupwise.config.algorithm import written
 from groupwise.config.load import Overrides, find_source, read_overrides
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError, GroupwiseError, RewardError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,6 +90,8 @@ def train(
             rewards=rewards, console=console, resume_from=resume_from, resume=resume, accept_changes=accept_changes,
             check=watch.before if check else None, interruptible=True,
         )  # fmt: skip
+    except RewardError:  # its author looks for the variables
+        raise
     except (GroupwiseError, KeyboardInterrupt) as error:
         _forget_frames(error)
         raise
@@ -147,6 +149,7 @@ def evaluate(
     from rich.console import Console
 
     from groupwise.chat import note_on_form, refuse_named_code, settings_for_model
+    from groupwise.distributed import is_first_process
     from groupwise.evaluation import evaluate_model
     from groupwise.evaluation.models import data_overrides
     from groupwise.models.embedded import fetch_model
@@ -159,7 +162,7 @@ def evaluate(
     config, run_config = settings_for_model(os.fspath(model), given)
     refuse_named_code(config, run_config, data=True)
     fetch_model(config.model)
-    trackers = make_trackers(config, None, console or Console(width=own_width()))
+    trackers = make_trackers(config, None, console or Console(width=own_width(), quiet=not is_first_process()))
     try:
         if run_config is not None and (said := note_on_form(config, run_config)):
             trackers.say(said, "yellow")
@@ -243,7 +246,9 @@ def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *
 
 def _forget_frames(error: BaseException | None) -> None:
     """Drop the local variables behind ``error``: a notebook keeps its last error, and a run's model and optimiser with it."""
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # where several processes train, an error is its own cause
+        seen.add(id(error))
         clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

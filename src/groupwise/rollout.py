@@ -191,9 +191,8 @@ def _accuracy(groups: Sequence[Group], style: AnswerStyle) -> dict[str, Metric]:
     verdicts = [grade(c.answer, g.prompt.problem.accepted, style).strict for g in groups for c in g.completions]
     return {
         "accuracy/strict": Mean.of(strict for strict in verdicts if strict is not None),
-        "answers/unchecked": Sum(
-            verdicts.count(None)
-        ),  # groups that a reward function failed on are not here but counted there; a lenient reward counts its own too
+        # Groups that a reward function failed on are not here but counted there; a lenient reward counts its own too.
+        "answers/unchecked": Sum(verdicts.count(None)),
     }
 
 

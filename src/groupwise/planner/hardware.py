@@ -147,8 +147,10 @@ def measure(device: str = "auto", width: int = 1024, feed_forward: int = 4096, t
     import torch
 
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if on_gpu and not torch.cuda.is_available():
-        raise ConfigError("--measure is asked for on a GPU, but there is none here: leave it out, or name --hardware cpu")
+    if on_gpu and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--measure is asked for on a GPU ({device}), but there is none here: leave it out, or name --hardware cpu"
+        )
     if threads is not None:
         torch.set_num_threads(threads)
     where = torch.device(("cuda" if device == "auto" else device) if on_gpu else "cpu")
@@ -219,7 +221,10 @@ def choose_hardware(device: str, name: str | None, gpu_bytes: int | None) -> Har
         index = device.partition(":")[2]
         gpu = None if device == "cpu" else present_gpu(int(index) if index.isdecimal() else 0)
         if gpu is None and device.startswith("cuda"):
-            raise ConfigError(f"model.device is {device}, and no such GPU can be asked here: name --hardware or --gpu-memory")
+            raise ConfigError(
+                f"model.device is {device}, and no such GPU can be asked here: name --hardware or --gpu-memory (in "
+                "Python: hardware or gpu_memory)"
+            )
         if gpu is None:
             return replace(HARDWARE["cpu"], memory_bytes=total_memory_bytes())
         card, gpu_bytes = named_in(gpu[0]), gpu[1]

@@ -51,7 +51,10 @@ class _Worker:
     def __init__(self, entries: Mapping[str, Mapping[str, object]], sandbox: bool) -> None:
         steps, environment = _walls() if sandbox else (None, None)
         script = Path(__file__).with_name("process_worker.py")
-        ours, self._lifeline = os.pipe()
+        try:
+            ours, self._lifeline = os.pipe()
+        except OSError as error:
+            raise CallRaised(f"an error when its process was started: {_printable_line(error)}") from error
         try:
             # -P: otherwise this folder heads sys.path. A session of its own: Ctrl-C does not reach it.
             self.process = subprocess.Popen(
@@ -211,9 +214,9 @@ class ProcessPool:
                 finally:
                     self._workers[kind].put(worker)
 
-    def close(self) -> None:
-        """End the processes. A call that comes later starts new ones."""
-        _kill_all(self._alive)
+    def close(self, sandboxes_alone: bool = False) -> None:
+        """End the processes, or those of sandboxes. A call that comes later starts new ones."""
+        _kill_all({one for one in self._alive if one.sandbox} if sandboxes_alone else self._alive)
 
     def _living(self, worker: _Worker | None, kind: bool) -> _Worker:
         """``worker``, or a new one where it has ended or is another process's."""

@@ -114,10 +114,12 @@ def plan(system: Iterable[str], own: Iterable[str]) -> list[Step]:
     for path in own:
         real = os.path.realpath(path)
         wide = _is_wide(real)
-        if not os.path.isdir(real) or (not wide and _is_installed(real)):  # a zip file, say
+        if not os.path.isdir(real) or (not wide and _is_library(real)):  # a zip file, say
             steps |= _placed(path)
             continue
         private, all_seen = _private(real, 0 if wide else _MOST)
+        if not wide and _is_installed(real):  # whole; packages need their certificates
+            private, all_seen = [place for place in private if not place.endswith(".pem")], True
         steps |= {Step(place, "hide") for place in private}
         if all_seen and not wide:
             steps |= _placed(path)
@@ -164,8 +166,8 @@ def _is_library(folder: str) -> bool:
 
 
 def _is_installed(folder: str) -> bool:
-    """A library, or packages of ``pip install --target``, which have nothing of a project's beside them."""
-    return _is_library(folder) or (any(e.name.endswith(".dist-info") for e in _entries(folder)) and not _private(folder, 0)[0])
+    """Packages of ``pip install --target``, which have nothing of a project's directly beside them."""
+    return any(e.name.endswith(".dist-info") for e in _entries(folder)) and not _private(folder, 0)[0]
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:

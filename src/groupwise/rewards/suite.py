@@ -240,9 +240,9 @@ class RewardSuite:
         groups = [one for one in scored if isinstance(one, Group)]
         return Scoring(groups, [one for one in scored if isinstance(one, RewardFailure)], metrics)
 
-    def close(self) -> None:
-        """End the processes of isolated functions. Scoring again would start new ones."""
-        self._processes.close()
+    def close(self, sandboxes_alone: bool = False) -> None:
+        """End the processes of isolated functions, or of sandboxes alone. Scoring again would start new ones."""
+        self._processes.close(sandboxes_alone)
 
     # --- state -------------------------------------------------------------------------------------------------------
 

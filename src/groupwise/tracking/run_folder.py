@@ -82,7 +82,8 @@ class RunFolder:
                 self._locks = flock(self.path, shared=False)
                 if self._locks[-1] is None:
                     logger.warning(
-                        "the file system of %r has no locks, so that a second run in this folder would go unnoticed: start one at a time",
+                        "%r could not be locked (its file system has no locks, or takes no file), so that a second run in this folder "
+                        "would go unnoticed: start one at a time",
                         str(self.path),
                     )
                 return

@@ -230,7 +230,7 @@ def start(
         if check is None or (wanted is not None and wanted.expanduser().is_dir()):
             return []
         told = list(check(prepared))
-        prepared.rewards.close()  # the next sandbox is made when the run's folder is there, and hides it
+        prepared.rewards.close(sandboxes_alone=True)  # the next is made when the run's folder is there, and hides it
         return told
 
     try:
