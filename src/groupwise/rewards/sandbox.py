@@ -117,9 +117,10 @@ def plan(system: Iterable[str], own: Iterable[str]) -> list[Step]:
         if not os.path.isdir(real) or (not wide and _is_library(real)):  # a zip file, say
             steps |= _placed(path)
             continue
-        private, all_seen = _private(real, 0 if wide else _MOST)
-        if not wide and _is_installed(real):  # whole; packages need their certificates
-            private, all_seen = [place for place in private if not place.endswith(".pem")], True
+        packages = not wide and _is_installed(real)
+        private, all_seen = _private(real, 0 if wide else sys.maxsize if packages else _MOST)
+        if packages:  # which need their certificates
+            private = [place for place in private if not place.endswith(".pem")]
         steps |= {Step(place, "hide") for place in private}
         if all_seen and not wide:
             steps |= _placed(path)
