@@ -25,6 +25,7 @@ from groupwise.data.prompts import (
     note_on_options,
     note_on_place,
     note_on_places,
+    plain_ids,
     render,
     resolve_system,
     unknown_arguments,

@@ -18,7 +18,7 @@ from groupwise.types import Message, Problem, Prompt
 
 __all__ = [
     "SYSTEM_PROMPTS", "default_style", "drop_long_prompts", "note_on_date", "note_on_options", "note_on_place", "note_on_places",
-    "render", "resolve_system", "unknown_arguments", "worked_completion", "worked_expressions",
+    "plain_ids", "render", "resolve_system", "unknown_arguments", "worked_completion", "worked_expressions",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
