@@ -28,6 +28,10 @@ class Sampled:
     pairs: list[tuple[int, tuple[Completion, ...]]]
     seconds: float
 
+    @property
+    def tokens(self) -> int:
+        return sum(c.sampled_tokens for _, completions in self.pairs for c in completions)
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -41,6 +45,8 @@ class Rollout:
     """Groups that were sampled for this step too, and gave way to others that have variance."""
     scoring_metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics of the scoring itself: failed calls, clipping, running statistics, right answers."""
+    sampled_tokens: int = 0
+    """All that ``sampling_s`` went into: those of groups that could not be scored too."""
 
     @property
     def informative(self) -> int:
@@ -57,6 +63,7 @@ class Rollout:
             self.scoring_s + more.scoring_s,
             (*self.replaced, *groups[size:]),
             merge([self.scoring_metrics, more.scoring_metrics]),
+            self.sampled_tokens + more.sampled_tokens,
         )
 
     def metrics(self, style: AnswerStyle) -> dict[str, Metric]:
@@ -75,7 +82,7 @@ class Rollout:
             "completions/stop_rate": Mean.of(c.stopped for c in completions),
             "time/sample_s": Sum(self.sampling_s),
             "time/score_s": Sum(self.scoring_s),
-            "speed/sampled_tokens_per_s": Mean(sum(c.sampled_tokens for c in completions), self.sampling_s),
+            "speed/sampled_tokens_per_s": Mean(self.sampled_tokens, self.sampling_s),
         }
         if style == "xml":
             metrics["accuracy/format"] = Mean.of(is_well_formed(c.answer, style) for c in completions)
@@ -184,6 +191,7 @@ def score(
         sampling_s=sampled.seconds,
         scoring_s=time.perf_counter() - started,
         scoring_metrics=scoring.metrics,
+        sampled_tokens=sampled.tokens,
     )
 
 
@@ -213,14 +221,15 @@ def _exchange(
         parts = [by_first[0]]
     else:
         parts = world.all_gather_object(_without_prompts(prompts, sampled.pairs, scored(sampled.pairs)))
-    times = world.all_gather_object((sampled.seconds, time.perf_counter() - started))
+    costs = world.all_gather_object((sampled.seconds, time.perf_counter() - started, sampled.tokens))
     rows = sorted((row for part in parts for row in part[0]), key=lambda row: row[0])
     return Rollout(
         [replace(group, prompt=prompts[index]) for index, group in rows],
         [failure for part in parts for failure in part[1]],
-        sampling_s=max(sampling for sampling, _ in times),  # the processes wait for each other
-        scoring_s=max(scoring for _, scoring in times),
+        sampling_s=max(sampling for sampling, _, _ in costs),  # the processes wait for each other
+        scoring_s=max(scoring for _, scoring, _ in costs),
         scoring_metrics=merge(part[2] for part in parts),
+        sampled_tokens=sum(tokens for _, _, tokens in costs),
     )
 
 

@@ -583,6 +583,20 @@ def test_an_answer_that_only_the_accuracy_looks_at_is_counted_where_it_could_not
     assert (metrics["answers/unchecked"], metrics["accuracy/strict"]) == (Sum(1), Mean(0.0, 1))
 
 
+def test_the_speed_of_sampling_counts_the_tokens_of_groups_that_could_not_be_scored():
+    def picky(completions, answer):
+        if answer[0] == "bad":
+            raise ValueError("bad")
+        return [1.0, 0.0]
+
+    pairs = [(i, tuple(make_completions("x", "y"))) for i in range(2)]
+    suite = make_suite({"picky": picky}, on_error="skip")
+    rollout = score([make_prompt("1"), make_prompt("bad")], Sampled(pairs, 2.0), suite, World(), seed=0, step=1)
+    assert (len(rollout.groups), len(rollout.failures)) == (1, 1)
+    assert rollout.metrics("xml")["speed/sampled_tokens_per_s"] == Mean(2 * (5 + 6), 2.0)
+    assert rollout.refilled(rollout, 1).metrics("xml")["speed/sampled_tokens_per_s"] == Mean(4 * (5 + 6), 4.0)
+
+
 def test_a_step_begins_with_a_new_budget(no_verdict):
     algebra._CHECKER.left_s = -1.0
     RewardSuite.from_config(RewardsConfig(), "xml").score(make_prompt(), make_completions(RIGHT, "no"))
