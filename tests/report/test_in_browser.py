@@ -489,6 +489,56 @@ def test_an_episode_is_shown_turn_by_turn_with_what_learns(page_with_episodes):
     assert browser.problems == []
 
 
+def per_token(browser):
+    """That column of the opened group's scores."""
+    cells = browser.run("[...document.querySelector('#group table').rows].map((r) => [...r.cells].map((c) => c.textContent))")
+    return [row[cells[0].index("per token")] for row in cells[1:]]
+
+
+def test_what_was_cut_is_shown_as_left_out_where_the_config_masks_it(browser, tmp_path, embedded_model_folder):
+    from tokenizers import Tokenizer
+
+    folder = write_run(tmp_path / "run", Story(steps=1, evaluations=[], overrides=["algorithm.mask_truncated=true"]))
+    good = episode_row(folder, Tokenizer.from_file(str(embedded_model_folder / "tokenizer.json")), 1.0)
+    last = good["turns"][2]
+    alone = {key: value for key, value in good.items() if key != "turns"} | {
+        "completion": last["text"], "tokens": last["tokens"], "token_ids": good["token_ids"][-last["tokens"] :],
+        "logprobs": good["logprobs"][-last["tokens"] :], "advantage": -0.5, "finish_reason": "length",
+    }  # fmt: skip
+    rows = [{**good, "sample": 0}, {**good, "sample": 1, "finish_reason": "max_turns"}, {**alone, "sample": 2}]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    browser.problems.clear()
+    browser.open(write_report([folder], tmp_path / "report.html").path)
+    browser.until("document.querySelectorAll('.row').length === 3")
+    browser.run("document.querySelectorAll('.row')[0].click()")
+    browser.until("document.querySelectorAll('#group .turn').length === 3")
+    assert browser.run("document.querySelectorAll('#group .token.above').length") > 0
+    weights = per_token(browser)
+    assert float(weights[0]) > 0
+    assert weights[1:] == ["0", "0"]
+    assert "left out of the loss (algorithm.mask_truncated)" in texts(browser, "#how")[0]
+    for sample in (1, 2):
+        browser.run(f"document.querySelectorAll('#group tbody button')[{sample}].click()")
+        browser.until(f"[...document.querySelectorAll('#group h4')].some((h) => h.textContent === 'Sample {sample}')")
+        assert browser.run("document.querySelectorAll('#group .token.given').length") == len(rows[sample]["token_ids"])
+        assert browser.run("document.querySelectorAll('#group .token.above, #group .token.below').length") == 0
+        assert browser.run("document.querySelector('#group .token').title") == "sampled, left out of the loss"
+        heads = texts(browser, "#group .turn.own h5")
+        assert len(heads) == (2 if sample == 1 else 0)
+        assert all(head.endswith(": sampled, left out of the loss") for head in heads)
+    assert browser.problems == []
+
+
+def test_where_only_the_tokens_of_most_entropy_learn_no_weight_is_told(page):
+    browser = page(Story(overrides=["algorithm.entropy={top_share: 0.2}"]))
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[2].click()")
+    browser.until("document.getElementById('how')")
+    assert per_token(browser) == ["–"] * G
+    assert "Only 20% of the step’s tokens" in texts(browser, "#how")[0]
+    assert browser.problems == []
+
+
 def test_completions_are_chosen_by_their_calls(page_with_episodes):
     browser, _ = page_with_episodes
     for choice, expected in (("some", 2), ("none", 1), ("invalid", 1), ("failed", 0), ("all", 3)):

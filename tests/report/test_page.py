@@ -377,6 +377,13 @@ def test_weights_and_the_rule_of_advantages_are_those_of_the_settings(tmp_path):
         "none",
         64,
     )
+    assert (run["advantage"]["masks"], run["advantage"]["top_share"]) == (False, 1)
+
+
+def test_the_rule_says_what_is_left_out_of_the_loss(tmp_path):
+    overrides = ["algorithm.mask_truncated=true", "algorithm.entropy={top_share: 0.2}"]
+    run = parts(write_report([write_run(tmp_path / "run", Story(steps=3, overrides=overrides))]).path)[0]["runs"][0]
+    assert (run["advantage"]["masks"], run["advantage"]["top_share"]) == (True, 0.2)
 
 
 def test_completions_of_groups_that_were_left_out_are_told_by_step(tmp_path):

@@ -156,6 +156,8 @@ def advantage_rule(run: RunRecord) -> Mapping[str, Any] | None:
         "completions": run.config.completions_per_step,
         "left_out": {step: round(groups) * rollout.completions_per_prompt for step, groups in failed if groups},
         "max_tokens": rollout.max_completion_tokens,
+        "masks": algorithm.mask_truncated,
+        "top_share": algorithm.entropy.top_share if algorithm.entropy else 1,
     }
 
 

@@ -62,9 +62,16 @@ function ownTokens(one) {
   return one.u ? one.u.filter(sampledTurn).reduce((sum, turn) => sum + turn[2], 0) : one.tokens;
 }
 
+// Whether algorithm.mask_truncated leaves the completion out of the loss.
+function leftOut(rule, one) {
+  return Boolean(rule && rule.masks && one.flags & TRUNCATED);
+}
+
 // A token's part in the loss: advantage times the weight that the aggregation gives it. token_mean needs the whole batch's count.
+// With a top_share below 1, the tokens that take part are not recorded.
 function perToken(rule, one) {
-  if (!rule || Number.isNaN(one.advantage)) return NaN;
+  if (leftOut(rule, one)) return 0;
+  if (!rule || rule.top_share < 1 || Number.isNaN(one.advantage)) return NaN;
   const weights = { sequence_mean: 1 / (ownTokens(one) * rule.completions), fixed: 1 / (rule.completions * rule.max_tokens), sequence_sum: 1 / rule.completions };
   return weights[rule.aggregation] === undefined ? NaN : one.advantage * weights[rule.aggregation];
 }
@@ -88,28 +95,30 @@ function howAdvantages(run, rows) {
   const off = whole ? Math.max(...rows.map((one) => Math.abs(one.advantage - (one.reward - mean) / (rule.scale === 'none' ? 1 : deviation + rule.epsilon)))) : NaN;
   const checked = Number.isNaN(off) ? '' : off < 1e-3 ? ' Counted again here: the same.' : ' Counted again here it is off by up to ' + number(off) + '.';
   return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added (normalised and clipped where the settings say so). Advantage: ' + (rule.baseline ? 'reward less ' + baselines[rule.baseline] + scales[rule.scale] : others[rule.type] || 'by ' + rule.type) +
-    '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + (rule.steps ? ', and to it is added what the steps still to come earned, likewise normalised' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' + checked);
+    '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + (rule.steps ? ', and to it is added what the steps still to come earned, likewise normalised' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' +
+    (rule.masks ? ' Completions that did not end by themselves are left out of the loss (algorithm.mask_truncated).' : '') +
+    (rule.top_share < 1 ? ' Only ' + number(100 * rule.top_share) + '% of the step’s tokens, those of most entropy, take part in the loss (algorithm.entropy.top_share); which ones is not recorded.' : '') + checked);
 }
 
 // Texts and log-probabilities of a completion's tokens, from their lengths and bytes.
-function tokensIn(one) {
+function tokensIn(one, rule) {
   const whole = one.w === undefined ? one.t + one.x : one.w, logprobs = bytesOf(one.lp);
   const given = (one.u || []).flatMap((turn) => Array(Math.min(turn[2], one.n.length)).fill(!sampledTurn(turn)));
   let at = 0;
   return one.n.map((length, i) => {
     at += length;
-    return { given: Boolean(given[i]), text: whole.slice(at - length, at), logprob: -16 * (logprobs[i] / 255) ** 2, advantage: one.ta ? one.ta[i] : one.advantage };
+    return { given: Boolean(given[i]), out: leftOut(rule, one), text: whole.slice(at - length, at), logprob: -16 * (logprobs[i] / 255) ** 2, advantage: one.ta ? one.ta[i] : one.advantage };
   });
 }
 
 // The completion token by token: colour is what the update does to the token, the note tells probability and advantage.
 function tokensOf(one, rule) {
-  const tokens = tokensIn(one);
-  return el('div', {}, el('pre', { class: 'tokens' }, tokenSpans(tokens)), aboutTokens(), tokenList(one, tokens, rule));
+  const tokens = tokensIn(one, rule);
+  return el('div', {}, el('pre', { class: 'tokens' }, tokenSpans(tokens)), aboutTokens(rule, one), tokenList(one, tokens, rule));
 }
 
-function aboutTokens() {
-  return el('p', { class: 'note' }, 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers; the table has all of them.');
+function aboutTokens(rule, one) {
+  return el('p', { class: 'note' }, leftOut(rule, one) ? 'Left out of the loss (algorithm.mask_truncated): no token is coloured. The table has their numbers.' : 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers; the table has all of them.');
 }
 
 function tokenList(one, tokens, rule) {
@@ -120,6 +129,7 @@ function tokenSpans(tokens) {
   const largest = Math.max(1e-9, ...tokens.filter((token) => !token.given).map((token) => Math.abs(token.advantage)));
   return tokens.map((token) => {
     if (token.given) return el('span', { class: 'token given', title: 'given, not sampled: it does not learn' }, token.text || '·');
+    if (token.out) return el('span', { class: 'token given', title: 'sampled, left out of the loss' }, token.text || '·');
     const p = Math.exp(token.logprob);
     const span = el('span', { class: 'token ' + (token.advantage < 0 ? 'below' : 'above'), title: 'p = ' + number(Number(p.toPrecision(3))) + ', log p = ' + number(Number(token.logprob.toPrecision(3))) + ', advantage ' + number(token.advantage) }, token.text || '·');
     span.style.setProperty('--pull', String(Math.round(60 * Math.abs(token.advantage) / largest * (1 - p) + 6) / 100));
@@ -129,17 +139,17 @@ function tokenSpans(tokens) {
 
 // An episode turn by turn: who speaks, which tokens learn, what was called and what came back.
 function turnsOf(one, rule) {
-  const tokens = one.n && one.u.reduce((sum, turn) => sum + turn[2], 0) === one.n.length ? tokensIn(one) : null;
+  const tokens = one.n && one.u.reduce((sum, turn) => sum + turn[2], 0) === one.n.length ? tokensIn(one, rule) : null;
   const spans = tokens && tokenSpans(tokens);  // coloured alike in all turns
   let at = 0;
   const blocks = one.u.map((turn) => {
     const [role, text, count, calls, reward, rewritten] = turn, from = at;
     at += count;
-    const about = role + ', ' + number(count) + (count === 1 ? ' token' : ' tokens') + (sampledTurn(turn) ? ': sampled, learns' : rewritten ? ': the rewritten history, does not learn' : ': given, does not learn') + (reward === null ? '' : '; reward ' + number(reward));
+    const about = role + ', ' + number(count) + (count === 1 ? ' token' : ' tokens') + (sampledTurn(turn) ? (leftOut(rule, one) ? ': sampled, left out of the loss' : ': sampled, learns') : rewritten ? ': the rewritten history, does not learn' : ': given, does not learn') + (reward === null ? '' : '; reward ' + number(reward));
     return el('div', { class: 'turn ' + (sampledTurn(turn) ? 'own' : 'given') }, el('h5', {}, about),
       el('pre', { class: tokens ? 'tokens' : false }, tokens ? spans.slice(from, at) : text), calls.map(callOf));
   });
-  return el('div', { class: 'turns' }, blocks, tokens ? [aboutTokens(), tokenList(one, tokens, rule)] : null);
+  return el('div', { class: 'turns' }, blocks, tokens ? [aboutTokens(rule, one), tokenList(one, tokens, rule)] : null);
 }
 
 const FAILURES = { invalid: 'could not be made', raised: 'failed in the tool', timed_out: 'took too long' };
