@@ -47,8 +47,8 @@ class KLConfig(Section):
     then that of KL(policy || reference), also off-policy."""
     target: float | None = Field(default=None, gt=0)
     """Steer `beta` so that the KL per token comes to this (arXiv 1909.08593); 0.05 to 0.1 is usual. Null keeps it fixed."""
-    gain: float = Field(default=0.1, gt=0)
-    """With `target`: share by which `beta` changes a step for an error of 100%; errors count up to 20%."""
+    gain: float = Field(default=0.1, gt=0, lt=5)
+    """With `target`: share by which `beta` changes a step for an error of 100%; errors count up to 20%, so 5 would make it 0."""
     skip_zero_variance: bool = True
     """With `placement: loss`: leave groups with equal rewards out of the passes, and so out of the KL. Turn it off for eq. 3 of
     arXiv 2402.03300 to the letter."""
@@ -158,7 +158,8 @@ class AlgorithmConfig(Section):
     """The KL to a reference; null keeps none."""
     correction: CorrectionConfig | None = None
     """Importance weights between sampler and trainer. Unless it is set, it is `{level: token}` where `rollout.engine` is vllm
-    or your own, or `rollout.quantization` 8bit; otherwise, and with another `stale_samples` than `decoupled`, it is null."""
+    or your own, or `rollout.quantization` 8bit; otherwise, and with another `stale_samples` than `decoupled`, it is null. With
+    `rollout.ahead` and `decoupled` null is `{level: token}` too."""
     entropy: EntropyConfig | None = None
     """A bonus for entropy, or a loss on the tokens of most entropy alone."""
     value: ValueConfig | None = None
@@ -204,10 +205,14 @@ class AlgorithmConfig(Section):
         """The reference differs from the policy, and the KL in the reward goes where a reward may have any size and sign."""
         if self.kl is None:
             return self
-        if self.kl.reference_every == 1 and self.kl.reference_mixing == 1 and self.updates_per_batch == 1:
+        if (
+            self.kl.reference_every == self.kl.reference_mixing == 1
+            and (self.updates_per_batch == 1 or self.kl.placement != "loss")  # in rewards it is that before the first update
+        ):
             raise ValueError(
-                "algorithm.kl.reference_every is 1 with reference_mixing 1 and updates_per_batch 1, so the reference is the "
-                "policy itself in every pass and the KL is always 0: set reference_mixing below 1, or write algorithm.kl=null"
+                f"algorithm.kl.reference_every is 1 with reference_mixing 1, updates_per_batch {self.updates_per_batch} and placement "
+                f"'{self.kl.placement}', so the reference is the policy itself wherever the KL is measured, and it is always 0: set "
+                "reference_mixing below 1, or write algorithm.kl=null"
             )
         if self.kl.placement == "loss":
             return self
