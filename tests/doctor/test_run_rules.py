@@ -505,6 +505,19 @@ def test_a_growing_disagreement_is_a_sampler_left_behind_and_a_steady_one_is_not
     assert "sampler-stale" not in ill["sampler-mismatch"]
 
 
+def test_a_disagreement_that_grows_with_an_adapter_that_drops_out_is_no_fault(tmp_path):
+    story = Story(overrides=["model.lora.dropout=0.05"], metrics=lambda step, p: {"policy/sampler_mismatch": 0.005 + 0.5 * p})
+    assert not {"sampler-stale", "sampler-mismatch"} & findings_of(tmp_path / "dropout", story).keys()
+    story.overrides = ["model.lora.rank=16"]
+    assert "sampler-stale" in findings_of(tmp_path / "none", story)
+
+
+def test_groups_that_failed_are_not_groups_without_variance(tmp_path):
+    failing = {"groups/zero_variance": 0.0, "groups/sampled": 24.0, "groups/failed": 22.0}
+    story = Story(overrides=["rollout.refill_rounds=2"], metrics=lambda step, p: failing)
+    assert not {"no-variance", "refills-exhausted"} & findings_of(tmp_path / "run", story).keys()
+
+
 def test_samples_of_rounded_weights_are_no_fault_of_the_sampler(tmp_path):
     apart = {"policy/sampler_mismatch": 0.4}
     story = Story(overrides=["rollout.quantization=8bit"], metrics=lambda step, p: apart)

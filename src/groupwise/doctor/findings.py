@@ -232,11 +232,13 @@ def flat_in_batch(run: RunRecord) -> Series:
     sampled, failed = (dict(run.series(f"groups/{name}")) for name in ("sampled", "failed"))
     wanted = config.rollout.prompts_per_step
 
-    def left(step: int, share: float) -> float:
-        usable = (1.0 - share) * (sampled.get(step, wanted) - failed.get(step, 0.0))
-        return max(0.0, 1.0 - usable / wanted)
+    def left(step: int, share: float) -> float | None:
+        scored = sampled.get(step, wanted) - failed.get(step, 0.0)
+        batch = min(wanted, scored)  # a batch that failures left short is no flat one
+        return max(0.0, 1.0 - (1.0 - share) * scored / batch) if batch > 0 else None
 
-    return Series([(step, left(step, share)) for step, share in flat.points])
+    found = [(step, left(step, share)) for step, share in flat.points]
+    return Series([(step, share) for step, share in found if share is not None])
 
 
 def worst_stretch(metric: Series, length: int) -> tuple[float, tuple[int, int]] | None:

@@ -236,8 +236,8 @@ def forms(run: RunRecord) -> Iterator[tuple[str, Series, float]]:
 
 def sampler_mismatch(run: RunRecord) -> Evidence | None:
     """Sampling and training disagree by more than rounding, from the start. Samples of older weights (``rollout.ahead``) do by right, and
-    so do those of rounded ones (``rollout.quantization``) where they are weighted for it."""
-    ahead = run.config is not None and (run.config.rollout.ahead > 0 or _corrected(run.config))
+    so do those of rounded ones (``rollout.quantization``) where they are weighted for it, and all where an adapter drops out."""
+    ahead = run.config is not None and (run.config.rollout.ahead > 0 or _corrected(run.config) or _drops_out(run))
     mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
     worst = worst_stretch(mismatch, min(3, len(mismatch))) if len(mismatch) else None
     if worst is None or worst[0] <= ROUNDING[dtype] or stale_sampler(run) or ahead:
@@ -249,6 +249,11 @@ def sampler_mismatch(run: RunRecord) -> Evidence | None:
         {"mismatch": worst[0]},
         three(completions_between(run, worst[1])),
     )
+
+
+def _drops_out(run: RunRecord) -> bool:
+    """Whether passes that learn leave out parts of an adapter, as sampling does not: the disagreement grows with the adapter then."""
+    return run.config is not None and run.config.model.lora is not None and run.config.model.lora.dropout > 0
 
 
 def _corrected(config: Config) -> bool:
@@ -272,7 +277,7 @@ def stale_sampler(run: RunRecord) -> Evidence | None:
         )
     mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
     grows = len(mismatch) >= LATE_ENOUGH and mismatch.late > 5 * mismatch.values[0] and mismatch.late > ROUNDING[dtype] / 4
-    if ahead or not grows or not mismatch.rises():
+    if ahead or _drops_out(run) or not grows or not mismatch.rises():
         return None
     return Evidence(
         f"the disagreement of sampling and training grows with the updates, from {mismatch.values[0]:.3g} to {mismatch.late:.3g} "
