@@ -18,6 +18,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BloomConfig,
     Gemma2Config,
     GenerationConfig,
     LlamaConfig,
@@ -212,6 +213,14 @@ def test_flash_attention_that_is_not_installed_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(load, "is_flash_attn_2_available", lambda: False)
     with pytest.raises(ModelError, match=r"flash-attn 2\.3\.3 or newer is not installed"):
         check_model(ModelConfig(attention="flash_attention_2"))
+
+
+def test_flash_attention_is_asked_for_where_the_architecture_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "is_flash_attn_2_available", lambda: True)
+    asked = lambda hf_config: load.attention_for(ModelConfig(dtype="bfloat16"), torch.device("cuda"), hf_config)  # noqa: E731
+    assert asked(LlamaConfig()) == "flash_attention_2"
+    assert asked(BloomConfig()) is None  # its class has none
+    assert asked(LlamaConfig(head_dim=512)) is None
 
 
 def test_flash_attention_4_is_not_taken_for_2(monkeypatch: pytest.MonkeyPatch) -> None:

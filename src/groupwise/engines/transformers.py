@@ -207,8 +207,9 @@ class _Sequence:
 def _loses_rows(cache: Any) -> bool:
     """Whether finished sequences can be taken out of the cache: not out of layers with a recurrent state."""
     parts = (cache, *getattr(cache, "layers", ()))
-    # Layers that keep a recurrent state beside keys and values (Falcon-H1) select rows of the latter alone.
-    return all(hasattr(part, "batch_select_indices") and not hasattr(part, "recurrent_states") for part in parts)
+    # Layers that keep more than keys and values (Falcon-H1, DeepSeek-V4) select rows of those alone.
+    more = ("recurrent_states", "compressed_kv")
+    return all(hasattr(part, "batch_select_indices") and not any(hasattr(part, name) for name in more) for part in parts)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

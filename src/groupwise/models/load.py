@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_flash_attn_2_available
 
 from groupwise.config.schema import ModelConfig
@@ -492,6 +492,10 @@ def _check_attention(config: ModelConfig) -> None:
         )
 
 
+_WIDEST_FLASH_HEAD = 256
+"""flash-attn 2 takes no wider heads."""
+
+
 def attention_for(config: ModelConfig, device: torch.device, hf_config: PretrainedConfig) -> str | None:
     """What to ask transformers for; None is its own choice: sdpa wherever the architecture has it, else eager. Its sdpa leaves out the cap
     that Gemma 2 puts on attention's scores, without a word.
@@ -506,7 +510,18 @@ def attention_for(config: ModelConfig, device: torch.device, hf_config: Pretrain
     if config.attention != "auto":
         return config.attention
     flash = device.type == "cuda" and config.dtype != "float32" and is_flash_attn_2_available()  # flash-attn 4 has the same name
-    return "flash_attention_2" if flash else "eager" if capped else None
+    return "flash_attention_2" if flash and _has_flash(hf_config) else "eager" if capped else None
+
+
+def _has_flash(hf_config: PretrainedConfig) -> bool:
+    """Whether flash-attn 2 computes the architecture: its class says so, and no head is wider than flash-attn takes."""
+    made, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None), hf_config.get_text_config()
+    listed = getattr(made, "_compatible_flash_implementations", None)
+    widest = max(getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim"))
+    has = made is None or (
+        made._supports_flash_attn and (listed is None or "flash_attention_2" in listed)
+    )  # None: code of its own
+    return has and widest <= _WIDEST_FLASH_HEAD
 
 
 def caps_attention(hf_config: PretrainedConfig) -> bool:

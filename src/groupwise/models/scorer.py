@@ -62,7 +62,7 @@ def make_scorer(policy: Policy, config: ModelConfig, device: torch.device | None
 
     ``device``: where it will compute, if its weights are still elsewhere; they are to be moved there.
     """
-    attention = "auto" if config.attention in ("auto", "eager") else "sdpa"
+    attention = "sdpa" if config.attention == "sdpa" else "auto"
     if is_adapted(policy.model):
         if why_not_lean(policy.model) is not None or drops_out(policy.model):
             return AdapterScorer(policy.model)
@@ -80,7 +80,7 @@ def attention_note(attention: str, model_type: str) -> str | None:
         return None
     return (
         f"model.attention={attention} has no effect here: a {model_type} model is computed by groupwise's own decoder, whose "
-        "attention is blocked products (auto, on CPUs) or sdpa."
+        "attention is blocked products on CPUs, and flash kernels or sdpa on GPUs."
     )
 
 
