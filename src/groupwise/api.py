@@ -148,7 +148,7 @@ def evaluate(
     """
     from rich.console import Console
 
-    from groupwise.chat import note_on_form, refuse_named_code, settings_for_model
+    from groupwise.chat import note_on_form, note_on_seen, refuse_named_code, settings_for_model
     from groupwise.distributed import is_first_process
     from groupwise.evaluation import evaluate_model
     from groupwise.evaluation.models import data_overrides
@@ -164,8 +164,10 @@ def evaluate(
     fetch_model(config.model)
     trackers = make_trackers(config, None, console or Console(width=own_width(), quiet=not is_first_process()))
     try:
-        if run_config is not None and (said := note_on_form(config, run_config)):
-            trackers.say(said, "yellow")
+        if run_config is not None:
+            for said in (note_on_form(config, run_config), note_on_seen(os.fspath(model), config.data, run_config)):
+                if said:
+                    trackers.say(said, "yellow")
         with explain_short_memory(remedy=SHORT_WHILE_JUDGING):
             return evaluate_model(config.model.name, config, further=True, trackers=trackers)
     finally:
