@@ -30,14 +30,15 @@ export GROUPWISE_VLLM_SECRET=${GROUPWISE_VLLM_SECRET:-$(od -An -N32 -tx1 /dev/ur
 
 # Step 0: the server, with all GPUs and CPUs of its node. It listens at the address that the node's name stands for, and is asked there; where
 # that is not the one of the cluster's network, set VLLM_HOST (0.0.0.0: all of them, asked by the node's name). VLLM_TENSOR_PARALLEL GPUs
-# sample; vLLM wants a number that divides the model's attention heads, and Qwen2.5-7B has 28.
+# sample; vLLM wants a number that divides the model's attention heads, and Qwen2.5-7B has 28. VLLM_OPTIONS are further options of the server,
+# such as "--dtype float16".
 host=${VLLM_HOST:-$sampler}
 address=$([ "$host" = 0.0.0.0 ] && echo "$sampler" || echo "$host")
 url=http://$address:$port
 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$sampler" --gpu-bind=none \
     --cpus-per-task=$((SLURM_CPUS_PER_TASK * SLURM_NTASKS_PER_NODE)) \
     "${VLLM_PYTHON:?name the interpreter of the environment of vLLM}" -m groupwise.engines.vllm "$model" \
-    --host "$host" --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-4}" &
+    --host "$host" --port "$port" --tensor-parallel "${VLLM_TENSOR_PARALLEL:-4}" ${VLLM_OPTIONS:-} &
 server=$!
 trap 'kill "$server" 2>/dev/null' EXIT
 tries=0

@@ -80,7 +80,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/entropy": ("nats", "Mean -log probability of sampled tokens; falling to 0 means collapse."),
     "policy/sampler_mismatch": (
         "nats",
-        "Mean |log-probability when sampled - when trained| at the first update: rounding, and age with rollout.ahead.",
+        "Mean |log-probability when sampled - when trained| at the first update: rounding, an adapter's dropout, age with rollout.ahead.",
     ),
     "policy/full_entropy": (
         "nats",
@@ -148,9 +148,9 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "memory/sampling_halvings": (
         "count",
-        "Halvings of the sequences sampled at once since the run began, for lack of memory.",
+        "Halvings of the sequences sampled at once since the run began or was resumed, in all processes, for lack of memory.",
     ),
-    "memory/peak_gib": ("GiB", "Peak memory since the run began: of the accelerator, or of the process on CPU."),
+    "memory/peak_gib": ("GiB", "Peak memory since the run began or was resumed: of the accelerator, or of the process on CPU."),
     "progress/threads": ("count", "Threads that compute, on a CPU."),
     "progress/epoch": ("epochs", "Passes over the training problems so far."),
     "progress/policy_version": ("updates", "Optimiser steps that the policy has seen."),
