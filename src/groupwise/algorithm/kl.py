@@ -101,6 +101,10 @@ class AdaptiveKL:
         for name in ("beta", "target", "gain", "limit"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"AdaptiveKL.{name} is {getattr(self, name)}, but it must be above 0; choose a positive number")
+        if not self.gain * self.limit < 1:
+            raise ValueError(
+                f"AdaptiveKL.gain is {self.gain}, but times limit ({self.limit}) it must be below 1, or beta would become 0"
+            )
 
     def update(self, kl: float) -> AdaptiveKL:
         """The controller after a step whose mean KL was ``kl``; a KL that is not a number leaves it as it is."""

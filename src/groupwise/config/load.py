@@ -511,7 +511,9 @@ def _of_a_run(settings: Mapping[str, Any]) -> dict[str, Any]:
         return kept
     algorithm = in_sections(algorithm)
     kl = algorithm.get("kl")
-    renewed = isinstance(kl, Mapping) and kl.get("reference_every") == kl.get("reference_mixing", 1) == 1
+    if not isinstance(kl, Mapping):
+        return {**kept, "algorithm": algorithm}
+    renewed = kl.get("reference_every") == kl.get("reference_mixing", 1) == 1
     if renewed and (algorithm.get("updates_per_batch", 1) == 1 or kl.get("placement", "loss") != "loss"):
         algorithm = {**algorithm, "kl": None}  # from the policy itself, always 0: refused since
     return {**kept, "algorithm": algorithm}

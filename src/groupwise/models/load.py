@@ -515,7 +515,8 @@ def attention_for(config: ModelConfig, device: torch.device, hf_config: Pretrain
 
 def _has_flash(hf_config: PretrainedConfig) -> bool:
     """Whether flash-attn 2 computes the architecture: its class says so, and no head is wider than flash-attn takes."""
-    made, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None), hf_config.get_text_config()
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    text = hf_config.get_text_config()
     listed = getattr(made, "_compatible_flash_implementations", None)
     widest = max(getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim"))
     has = made is None or (
