@@ -216,7 +216,7 @@ def test_an_evaluation_shows_its_progress_and_takes_a_path(result, capsys):
     sums = result.folder.parent / "sums.jsonl"
     (judged,) = groupwise.evaluate(result, sums, {"evaluation.problems": 3})
     assert judged.n == 3
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())  # lines are wrapped
     assert "sampled" in shown
     assert "was trained on" in shown  # the run's own file
     groupwise.evaluate(result, sums, {"evaluation.problems": 3}, console=Console(quiet=True))

@@ -123,7 +123,7 @@ def note_on_seen(model: str, asked: DataConfig, run_config: Path) -> str | None:
     split = asked.eval_split or default_eval_split(asked.eval_source)
     if not read_whole(asked.eval_source) and (split, asked.subset) != (own.split, own.subset):
         return None
-    return f"these problems include those that {model} was trained on: leave --data out for its held-out ones"
+    return f"these problems include those that {model} was trained on: leave --data (in Python: data) out for its held-out ones"
 
 
 def _place(source: str) -> str:

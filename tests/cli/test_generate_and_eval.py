@@ -685,7 +685,7 @@ def test_problems_that_a_run_was_trained_on_are_known(own_data, settings, data, 
 def test_eval_says_where_it_judges_what_a_run_was_trained_on(groupwise, own_data):
     words = ["model.dtype=float32", "model.device=cpu", "evaluation.modes=[greedy]", "rollout.max_completion_tokens=4"]
     run = own_data(*TABLE)
-    told = f"these problems include those that {run} was trained on: leave --data out for its held-out ones"
+    told = f"these problems include those that {run} was trained on: leave --data (in Python: data) out for its held-out ones"
     for more, says in (["--data", "table.csv"], True), ([], False):
         result = groupwise("eval", run, *more, *words)
         assert result.exit_code == 0, result.output

@@ -80,7 +80,7 @@ def attention_note(attention: str, model_type: str) -> str | None:
         return None
     return (
         f"model.attention={attention} has no effect here: a {model_type} model is computed by groupwise's own decoder, whose "
-        "attention is blocked products on CPUs, and flash kernels or sdpa on GPUs."
+        "attention is blocked products on CPUs, and on GPUs flash kernels or sdpa where they are allowed."
     )
 
 

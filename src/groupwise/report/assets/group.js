@@ -118,7 +118,7 @@ function tokensOf(one, rule) {
 }
 
 function aboutTokens(rule, one) {
-  return el('p', { class: 'note' }, leftOut(rule, one) ? 'Left out of the loss (algorithm.mask_truncated): no token is coloured. The table has their numbers.' : 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers; the table has all of them.');
+  return el('p', { class: 'note' }, leftOut(rule, one) ? 'Left out of the loss (algorithm.mask_truncated): no token is coloured. The table has their numbers.' : 'Blue is pushed up, red down. The stronger, the further this token can still move: advantage × (1 − p). Point at a token for its numbers; the table has all of them.' + (rule && rule.top_share < 1 ? ' Only those of most entropy take part in the loss; which ones is not recorded.' : ''));
 }
 
 function tokenList(one, tokens, rule) {
