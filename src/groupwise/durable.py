@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["put_back", "put_back_all", "sync", "sync_folder", "sync_tree", "write_bytes"]
+__all__ = ["put_back", "put_back_all", "sync", "sync_folder", "sync_tree", "try_folder", "write_bytes"]
 
 
 def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> None:
@@ -32,6 +32,20 @@ def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> None:
         Path(aside).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def try_folder(path: Path) -> None:
+    """Look whether a folder can be made at ``path``, or in it where it is there; leave nothing.
+
+    Raises:
+        OSError: it cannot; ``filename`` is then the nearest folder that is there.
+    """
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=place))
+    except OSError as error:
+        error.filename = str(place)
+        raise
 
 
 def put_back(target: Path) -> Path:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -215,19 +213,18 @@ def merge(
 
 def _check_out(out: Path) -> None:
     """Raise ModelError where ``out`` exists, or no folder can be made there; leave nothing."""
+    from groupwise.durable import try_folder
     from groupwise.errors import ModelError
 
-    parent = out.absolute()
     try:
         if out.exists():
             raise ModelError(f"{out} exists already: name a folder that does not")
-        parent = next(folder for folder in out.absolute().parents if folder.exists())
-        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))
+        try_folder(out)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # the command says which name
             raise
         raise ModelError(
-            f"{str(out)!r} cannot be written ({error.strerror or error}: {parent}): name a folder in one that can be"
+            f"{str(out)!r} cannot be written ({error.strerror}: {error.filename}): name a folder in one that can be"
         ) from error
 
 

@@ -237,10 +237,10 @@ def forms(run: RunRecord) -> Iterator[tuple[str, Series, float]]:
 def sampler_mismatch(run: RunRecord) -> Evidence | None:
     """Sampling and training disagree by more than rounding, from the start. Samples of older weights (``rollout.ahead``) do by right, and
     so do those of rounded ones (``rollout.quantization``) where they are weighted for it, and all where an adapter drops out."""
-    ahead = run.config is not None and (run.config.rollout.ahead > 0 or _corrected(run.config) or _drops_out(run))
+    by_right = run.config is not None and (run.config.rollout.ahead > 0 or _corrected(run.config) or _drops_out(run))
     mismatch, dtype = series(run, "policy/sampler_mismatch"), run.config.model.dtype if run.config else "bfloat16"
     worst = worst_stretch(mismatch, min(3, len(mismatch))) if len(mismatch) else None
-    if worst is None or worst[0] <= ROUNDING[dtype] or stale_sampler(run) or ahead:
+    if worst is None or worst[0] <= ROUNDING[dtype] or stale_sampler(run) or by_right:
         return None
     return Evidence(
         f"sampling and training disagree by {worst[0]:.3g} nats per token in steps {worst[1][0]} to {worst[1][1]}; rounding in "

@@ -519,10 +519,9 @@ def _has_flash(hf_config: PretrainedConfig) -> bool:
     text = hf_config.get_text_config()
     listed = getattr(made, "_compatible_flash_implementations", None)
     widest = max(getattr(text, name, None) or 0 for name in ("head_dim", "global_head_dim"))
-    has = made is None or (
-        made._supports_flash_attn and (listed is None or "flash_attention_2" in listed)
-    )  # None: code of its own
-    return has and widest <= _WIDEST_FLASH_HEAD
+    if made is not None and not (made._supports_flash_attn and (listed is None or "flash_attention_2" in listed)):
+        return False  # None has code of its own, which says for itself
+    return widest <= _WIDEST_FLASH_HEAD
 
 
 def caps_attention(hf_config: PretrainedConfig) -> bool:

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ import yaml
 from groupwise.config.dialect import plain_yaml, yaml_text
 from groupwise.config.schema import Config
 from groupwise.data.prompts import default_style
-from groupwise.durable import put_back, put_back_all, sync_folder, write_bytes
+from groupwise.durable import put_back, put_back_all, sync_folder, try_folder, write_bytes
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.tracking.environment import describe_environment
 from groupwise.tracking.files import write_json, write_json_lines, write_text
@@ -372,17 +371,15 @@ def make_named(path: Path) -> Path:
 def check_named(path: Path) -> None:
     """Raise ConfigError for a folder that a new run cannot have; leave nothing."""
     check_is_utf8(path)
-    place = path
     try:
         check_unused(path)
-        place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=place))
+        try_folder(path)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # the command says which name
             raise
         raise ConfigError(
-            f"the run's folder {str(path)!r} cannot be written ({error.strerror}: {place}): a run needs a writable folder with free "
-            "space; name another with --run-folder PATH (the setting is output.folder)"
+            f"the run's folder {str(path)!r} cannot be written ({error.strerror}: {error.filename}): a run needs a writable folder with "
+            "free space; name another with --run-folder PATH (the setting is output.folder)"
         ) from error
 
 
