@@ -2,13 +2,16 @@
 
 Along each axis one number changes and everything else stays. Growth is the last measurement over the first. Time should grow no
 faster than the work: `work / time` below 1 means that something else grows. Exponents are slopes of a straight line in logarithms.
+
+Beside each point a plain loop over transformers does the same, by turns in one process, with weights of the same dtype: `generate`, then
+a forward and a backward pass of padded rows, each with its prompt and at most as many tokens at once as ours take, and AdamW.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +19,15 @@ import torch
 
 from benchmarks.common import Result, finish, median, parser, print_table, seconds
 from benchmarks.flops import forward_flops, learning_flops
+from benchmarks.generate_worker import generate_forced
 from benchmarks.shapes import llama_shape, random_groups, random_policy, random_prompts
-from groupwise.config.schema import Config
+from groupwise.config.schema import Config, ModelConfig
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.memory import keep_freed_memory
+from groupwise.models.devices import with_dtype
 from groupwise.models.scorer import make_scorer
 from groupwise.training.learner import Learner
+from groupwise.types import Group
 
 __all__ = ["AXES", "main", "run"]
 
@@ -56,6 +62,7 @@ def options() -> argparse.ArgumentParser:
     out.add_argument("--axes", nargs="+", choices=tuple(AXES), default=list(AXES))
     out.add_argument("--repeats", type=int, default=3, help="measurements of each point, after one to warm up")
     out.add_argument("--device", default="cpu")
+    out.add_argument("--ours-only", action="store_true", help="without the plain loop over transformers")
     out.add_argument("--tiny", action="store_true", help="a few tokens and a tiny model, to see that it runs")
     return out
 
@@ -82,23 +89,38 @@ def run(args: argparse.Namespace) -> Result:
 def _axis(
     name: str, field: str, values: tuple[int, ...], point: Point, vocabulary: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    points = [replace(point, **{field: value}) for value in values]
-    measured = [_measure(p, vocabulary, args) for p in points]
-    growth = {what: _growth(values, [m[what] for m in measured]) for what in ("sampling", "learning")}
-    rows = [
-        [str(value), *(x for what in ("sampling", "learning") for x in (m[what][0], m[what][1] / 1e9 / m[what][0]))]
-        for value, m in zip(values, measured, strict=True)
-    ]
-    rows.append(["exponent", *(x for what in growth for x in (growth[what]["time_exponent"], None))])
-    rows.append(["of the work", *(x for what in growth for x in (growth[what]["work_exponent"], None))])
-    print_table(f"Along {name}", (field, "sampling, s", "GFLOP/s", "learning, s", "GFLOP/s"), rows)
-    return {"values": list(values), "seconds": {w: [m[w][0] for m in measured] for w in growth}, "growth": growth}
+    measured = []
+    for value in values:
+        measured.append(_measure(replace(point, **{field: value}), vocabulary, args))
+        said = (f"{what} {each:.3g}" for what, each in measured[-1].seconds.items())
+        print(f"{name} {value}, seconds: {', '.join(said)}", flush=True)
+    growth = {what: _growth(values, [(m.seconds[what], m.flops[what]) for m in measured]) for what in ("sampling", "learning")}
+    rows = [[str(value), *(cell for what in growth for cell in m.row(what))] for value, m in zip(values, measured, strict=True)]
+    rows.append(["exponent", *(cell for what in growth for cell in (growth[what]["time_exponent"], None, None))])
+    rows.append(["of the work", *(cell for what in growth for cell in (growth[what]["work_exponent"], None, None))])
+    columns = (field, *(cell for what in growth for cell in (f"{what}, s", "GFLOP/s", "plain / ours")))
+    print_table(f"Along {name}", columns, rows)
+    taken = {what: [m.seconds[what] for m in measured] for what in measured[0].seconds}
+    return {"values": list(values), "seconds": taken, "growth": growth}
 
 
-def _measure(point: Point, vocabulary: int, args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Median seconds and the arithmetic, of sampling and of one update without a reference."""
+@dataclass(frozen=True)
+class Measured:
+    """One point: median seconds of sampling and of one update without a reference, the plain loop's as ``plain sampling`` and ``plain
+    learning``, and the arithmetic of either."""
+
+    seconds: dict[str, float]
+    flops: dict[str, float]
+
+    def row(self, what: str) -> list[float | None]:
+        ours, plain = self.seconds[what], self.seconds.get(f"plain {what}")
+        return [ours, self.flops[what] / 1e9 / ours, plain and plain / ours]
+
+
+def _measure(point: Point, vocabulary: int, args: argparse.Namespace) -> Measured:
     shape = llama_shape(point.width, point.layers, vocabulary)
-    policy = random_policy(shape, args.device)
+    dtype = getattr(torch, str(with_dtype(ModelConfig(device=args.device)).dtype))
+    policy = random_policy(shape, args.device, dtype)
     config = Config.model_validate({"algorithm": {"kl": None}, "optimizer": {"learning_rate": 1e-12}})
     scorer = make_scorer(policy, config.model)
     engine = make_engine(policy, config.rollout, scorer)
@@ -106,19 +128,44 @@ def _measure(point: Point, vocabulary: int, args: argparse.Namespace) -> dict[st
     asked = random_prompts(point.prompts, point.prompt, vocabulary)
     limits = SamplingSettings(max_tokens=point.completion)
     groups = random_groups(asked, point.samples, point.completion, point.completion, vocabulary)
-    sizes = [(point.prompt, [point.completion] * point.samples)] * point.prompts
-    return {
-        "sampling": (
-            _typical(lambda: engine.sample(asked, point.samples, limits, seed=0, scope="scaling"), args.repeats),
-            forward_flops(shape, sizes),
-        ),
-        "learning": (_typical(lambda: learner.learn(groups), args.repeats), learning_flops(shape, sizes)),
+    actions: dict[str, Callable[[], Any]] = {
+        "sampling": lambda: engine.sample(asked, point.samples, limits, seed=0, scope="scaling"),
+        "learning": lambda: learner.learn(groups),
     }
+    if not args.ours_only:
+        model = random_policy(shape, args.device, dtype).model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-12)
+        prompts, lengths = [list(one.token_ids) for one in asked], [[point.completion] * point.samples] * point.prompts
+        actions["plain sampling"] = lambda: generate_forced(model, prompts, lengths, [1])
+        actions["plain learning"] = lambda: _learn_plainly(model, optimizer, groups, config.training.micro_batch_tokens)
+    for action in actions.values():
+        action()
+    calls = [{what: seconds(action) for what, action in actions.items()} for _ in range(args.repeats)]
+    sizes = [(point.prompt, [point.completion] * point.samples)] * point.prompts
+    return Measured(
+        {what: median([call[what] for call in calls]) for what in actions},
+        {"sampling": forward_flops(shape, sizes), "learning": learning_flops(shape, sizes)},
+    )
 
 
-def _typical(action: Callable[[], Any], repeats: int) -> float:
-    action()
-    return median([seconds(action) for _ in range(repeats)])
+def _learn_plainly(model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Group], tokens_at_once: int) -> None:
+    """The gradient of - mean_i A_i mean_t log p_it, A_i being 1 or -1, and a step. All prompts have one length, and all completions."""
+    rows = [
+        (group.prompt.token_ids + one.token_ids, 2 * reward - 1)
+        for group in groups
+        for one, reward in zip(group.completions, group.rewards, strict=True)
+    ]
+    start, length = len(groups[0].prompt.token_ids), len(rows[0][0])
+    at_once = max(1, tokens_at_once // length)
+    for first in range(0, len(rows), at_once):
+        ids, advantages = zip(*rows[first : first + at_once], strict=True)
+        ids_BL = torch.tensor(ids, device=model.device)
+        logits = model(ids_BL[:, :-1], logits_to_keep=length - start).logits.float()
+        logprobs_BL = torch.log_softmax(logits, -1).gather(-1, ids_BL[:, start:, None])[..., 0]
+        weights_B = torch.tensor(advantages, device=model.device) / len(rows)
+        (-(weights_B * logprobs_BL.mean(1)).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _growth(values: tuple[int, ...], measured: list[tuple[float, float]]) -> dict[str, float]:
