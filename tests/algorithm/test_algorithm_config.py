@@ -110,6 +110,14 @@ def test_every_choice_has_its_function():
     assert choices(KLConfig, "estimator") == set(ESTIMATORS)
 
 
+@pytest.mark.parametrize(("functions", "sections"), [(LOSSES, LOSS_TYPES), (ADVANTAGES, ADVANTAGE_TYPES)])
+def test_a_function_called_directly_computes_what_its_section_says(functions: dict, sections: dict):
+    for name, section in sections.items():
+        shared = inspect.signature(functions[name]).parameters.keys() & section.model_fields.keys()
+        given = {key: inspect.signature(functions[name]).parameters[key].default for key in shared}
+        assert given == {key: section.model_fields[key].default for key in shared}, name
+
+
 def test_explicit_keys_win_and_stay_explicit():
     config = AlgorithmConfig(preset="dapo", loss={"epsilon_high": 0.5}, advantage={"scale": "none"})
     assert (config.loss.epsilon_high, config.advantage.scale, config.loss.aggregation) == (0.5, "none", "token_mean")

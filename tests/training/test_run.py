@@ -22,7 +22,9 @@ from groupwise.tracking.reading import read_run
 from groupwise.training import ending
 from groupwise.training import run as run_module
 from groupwise.training import start as start_module
+from groupwise.training.batches import Batches
 from groupwise.training.checkpoint_folder import read_state
+from groupwise.training.learner import Learner
 from groupwise.training.loop import train
 from groupwise.training.setup import _with_steps
 from tests.tiny import final_weights, metrics_of, write_tiny_llama
@@ -297,6 +299,72 @@ def test_a_step_without_any_group_is_survived(go):
 def test_a_failing_reward_stops_the_run_by_default(go):
     with pytest.raises(RewardError, match=r"I do not like it.*rewards\.on_error=skip"):
         go(functions={"fussy": fussy}, training={"steps": 4}, rewards={"functions": [{"function": "fussy"}]})
+
+
+def third_call(monkeypatch, owner, name, error, after=False):
+    """The third call of a method raises ``error``; ``after`` it has done its work."""
+    method, calls = getattr(owner, name), []
+
+    def call(*args, **keywords):
+        calls.append(name)
+        if len(calls) == 3 and not after:
+            raise error
+        done = method(*args, **keywords)
+        if len(calls) == 3:
+            raise error
+        return done
+
+    monkeypatch.setattr(owner, name, call)
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+TOLD = r"memory ran out \(.*\): .*; the last checkpoint is .*step-2$"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "message"),
+    [
+        (Batches, "collect", KeyError("odd"), "odd"),
+        (Batches, "collect", NO_MEMORY, TOLD),
+        (Learner, "accumulate", KeyError("odd"), "odd"),
+        (Learner, "accumulate", MemoryError("no room"), TOLD),
+        (Learner, "accumulate", TrainingError("odd"), "^odd; step 2 is saved in .*step-2$"),
+    ],
+)
+def test_what_was_learnt_is_saved_whatever_ends_a_step(
+    go, small_config, letters, quiet, tmp_path, monkeypatch, owner, name, error, message
+):
+    settings = {"rewards": {"functions": [{"function": "letters", "normalise": "std"}]}, "training": {"steps": 4}}
+    with monkeypatch.context() as patch:
+        third_call(patch, owner, name, error)
+        with pytest.raises((KeyError, TrainingError), match=message) as raised:
+            go("run", **settings)
+    if isinstance(error, KeyError):
+        assert raised.value is error
+        assert "step 2 is saved in" in error.__notes__.pop()
+    train(small_config(**settings), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
+    assert same(repeatable(tmp_path / "run"), repeatable(go("whole", **settings).folder))
+
+
+def test_a_callback_that_fails_loses_no_step(go, small_config, letters, quiet, tmp_path):
+    def fails(report):
+        if report.step == 2:
+            raise KeyError("odd")
+
+    settings = {"training": {"steps": 3}}
+    with pytest.raises(KeyError, match="odd") as raised:
+        go("run", on_step=fails, **settings)
+    assert raised.value.__notes__ == [f"step 2 is saved in {tmp_path / 'run' / 'checkpoints' / 'step-2'}"]
+    train(small_config(**settings), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
+    assert same(repeatable(tmp_path / "run"), repeatable(go("whole", **settings).folder))
+
+
+def test_weights_between_two_steps_are_not_saved_as_those_of_the_first(go, monkeypatch, tmp_path):
+    third_call(monkeypatch, Learner, "step", KeyError("odd"), after=True)
+    with pytest.raises(KeyError, match="odd") as raised:
+        go("run", training={"steps": 4})
+    assert not getattr(raised.value, "__notes__", [])
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def poison(monkeypatch, bad):

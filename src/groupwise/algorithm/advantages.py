@@ -352,7 +352,7 @@ def gdpo_advantage(inputs: AdvantageInputs, *, epsilon: float = 1e-4) -> Advanta
 
 
 def gae_advantage(
-    inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = False, epsilon: float = 1e-4
+    inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True, epsilon: float = 1e-4
 ) -> AdvantageOutputs:
     """Generalised advantage estimation (arXiv 1506.02438) over the completions that take part; the others get 0 (PPO).
 

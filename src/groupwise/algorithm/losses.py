@@ -167,7 +167,7 @@ def clip_loss(
 
 
 def cispo_loss(
-    inputs: LossInputs, *, epsilon: float = 1.0, epsilon_high: float | None = None, ratio: str = "token"
+    inputs: LossInputs, *, epsilon: float = 1.0, epsilon_high: float | None = 4.0, ratio: str = "token"
 ) -> LossOutputs:
     """-sg[clip(r, 1 - low, 1 + high)] A log pi: MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). Every token keeps a gradient."""
     ratio_T, high = _ratio(inputs, ratio), epsilon if epsilon_high is None else epsilon_high

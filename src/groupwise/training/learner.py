@@ -97,6 +97,8 @@ class Learner:
         """Which step of the run ``learn`` takes its batch for where nobody says."""
         self.paused: Window | None = None
         """The batch that was learnt from last, where ``stop`` ended that before all its updates."""
+        self.stepped = False
+        """Whether an update of the batch that is learnt from was begun, so that the weights are no longer those after the step before."""
         self.dropped_in_a_row = 0
         self.renewed_before = 0
         """The step before which the reference was renewed last."""
@@ -132,7 +134,7 @@ class Learner:
         """
         step = self.next_step if step is None else step
         updates, halvings = self.config.algorithm.updates_per_batch, self.budget.halvings
-        self.next_step, self.paused, self.token_advantages = step + 1, None, {}
+        self.next_step, self.paused, self.stepped, self.token_advantages = step + 1, None, False, {}
         # With a KL in the reward or a learned value, advantages are known after the passes that score.
         advantages = None if self.objective.advantages_need_passes else self._advantages(groups)
         learnt, scored_only = self._taking_part(groups, advantages)
@@ -331,7 +333,7 @@ class Learner:
     def step(self, rate: float | None) -> dict[str, Metric]:
         """One optimiser step, at the learning rate ``rate`` (None: at the optimiser's own), on the gradients that have added up in all
         processes. A collective call."""
-        started = time.perf_counter()
+        started, self.stepped = time.perf_counter(), True
         self.sharding.sum_gradients(self.optimizer)
         if self.critic:
             self.critic.sum_gradients(self.world)

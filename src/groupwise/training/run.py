@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, NoReturn
 
 from groupwise.config.schema import Config, KLConfig
@@ -16,7 +17,7 @@ from groupwise.distributed.world import Notices
 from groupwise.engines import Engine
 from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import EpisodeEngine
-from groupwise.errors import CheckpointError, GroupwiseError, StoppedError, TrainingError
+from groupwise.errors import GroupwiseError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, evaluate_stage
 from groupwise.memory import KeptMemory, peak_memory_bytes, release_freed_memory
 from groupwise.metrics import Max, Mean, Metric, Sum, values
@@ -40,7 +41,7 @@ from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
 from groupwise.training.sharding import Sharding, with_whole_weights
-from groupwise.training.short_memory import planned, rows_that_fit, tokens_that_fit
+from groupwise.training.short_memory import is_shortage, planned, rows_that_fit, tokens_that_fit
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow
@@ -220,7 +221,7 @@ class Run:
             yield
         except AbandonStep:
             self.stop()
-        except GroupwiseError as error:
+        except Exception as error:
             self._end_failed(error)
         if self.world.size > 1 and stops_after and self._asked_to_stop():
             self.stop()
@@ -348,7 +349,7 @@ class Run:
         except AbandonStep:
             self.prepared.rewards.load_state_dict(self.known)
             self.stop()
-        except GroupwiseError as error:
+        except Exception as error:
             self.prepared.rewards.load_state_dict(self.known)
             self._end_failed(error)
         for failure in rollout.failures:
@@ -373,11 +374,18 @@ class Run:
             self.engine.release_memory()
         longest = max(len(c.token_ids) for group in rollout.groups for c in group.completions)
         held = self.held.take()
-        with self._room_to_learn(self._planned([group.prompt for group in rollout.groups]), longest, "a step"):
-            advantages, measured = self.learner.learn(
-                rollout.groups, step=self.done, stop=self.signals.at_once_and_received, within=True,
-                held=held if self.world.size == 1 else None,  # no update was made then: see ``refuse_to_share``
-            )  # fmt: skip
+        try:
+            with self._room_to_learn(self._planned([group.prompt for group in rollout.groups]), longest, "a step"):
+                advantages, measured = self.learner.learn(
+                    rollout.groups, step=self.done, stop=self.signals.at_once_and_received, within=True,
+                    held=held if self.world.size == 1 else None,  # no update was made then: see ``refuse_to_share``
+                )  # fmt: skip
+        except Exception as error:
+            # What a checkpoint says after a step is not so any more where an update was begun, and lacks a batch that was sampled before.
+            if self.learner.stepped or held is not None or self.ahead is not None:
+                raise
+            self.prepared.rewards.load_state_dict(self.known)
+            self._end_failed(error)
         if (paused := self.learner.paused) is not None:
             # One that was sampled ahead, or came with a checkpoint, is kept: what it was sampled with may be gone.
             if paused.updates == 0 and self.ahead is None and held is None:
@@ -423,19 +431,26 @@ class Run:
         if self.unpushed is not None:
             raise TrainingError(f"{self.unpushed}; step {self.done} is saved in {self.save(self.done)}") from self.unpushed
 
-    def _end_failed(self, error: GroupwiseError) -> NoReturn:
-        """End the run where sampling or scoring failed; first save what was learnt since the last checkpoint. Several processes
-        cannot: one of them may have failed alone."""
+    def _end_failed(self, error: Exception) -> NoReturn:
+        """End the run where sampling, scoring or a function of the user's failed, or memory ran out; first save what was learnt since
+        the last checkpoint. Several processes cannot: one of them may have failed alone."""
         if self.world.size > 1 or self.learner is None or self.trained:
             raise error
         self.writer.finish()  # only then is it known whether the disk took the newest checkpoint
         if self.learner.updates == self.saved_updates and not self.writer.failed:
             raise error
+        short = is_shortage(error)
+        if short:
+            clear_frames(error.__traceback__)  # what the failed call held
         try:
-            saved = self.save(self.done)
-        except CheckpointError as unsaved:
-            raise type(error)(f"{error}; what was learnt since the last checkpoint is lost: {unsaved}") from error
-        raise type(error)(f"{error}; step {self.done} is saved in {saved}") from error
+            said = f"step {self.done} is saved in {self.save(self.done)}"
+        except Exception as unsaved:
+            said = f"what was learnt since the last checkpoint is lost: {unsaved}"
+        if isinstance(error, GroupwiseError):
+            raise type(error)(f"{error}; {said}") from error
+        if not short:  # else it is told what there is to resume from: see ``explain_short_memory``
+            error.add_note(said)
+        raise error
 
     def record(self, step: int, rollout: Rollout, advantages: Advantages, on_step: Callable[[StepReport], Any] | None) -> bool:
         """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False)."""
@@ -461,7 +476,10 @@ class Run:
         self.trackers.step(step + 1, numbers)
         self.trackers.completions(step + 1, rollout.groups, advantages, self.learner.token_advantages)
         report = StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)
-        going_on = on_step is None or self.world.on_rank0(lambda: _as_plain(on_step(report)) is not False)
+        try:
+            going_on = on_step is None or self.world.on_rank0(lambda: _as_plain(on_step(report)) is not False)
+        except Exception as error:
+            self._end_failed(error)
         self._end_unpushed()
         return going_on
 

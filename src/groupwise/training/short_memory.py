@@ -28,8 +28,8 @@ from groupwise.tracking import RunFolder
 from groupwise.training.checkpoint_folder import latest_checkpoint
 
 __all__ = [
-    "SHORT_OF_MEMORY", "SHORT_WHILE_JUDGING", "Shortage", "checkpoint_note", "disk_note", "explain_short_memory", "memory_shortage",
-    "planned", "rows_that_fit", "tokens_that_fit",
+    "SHORT_OF_MEMORY", "SHORT_WHILE_JUDGING", "Shortage", "checkpoint_note", "disk_note", "explain_short_memory", "is_shortage",
+    "memory_shortage", "planned", "rows_that_fit", "tokens_that_fit",
 ]  # fmt: skip
 
 _GIB = 2**30
@@ -219,7 +219,7 @@ def explain_short_memory(saved: Callable[[], str] = str, remedy: str = SHORT_OF_
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        if not _is_shortage(error):
+        if not is_shortage(error):
             raise
         remedy = next(iter(getattr(error, "__notes__", ())), remedy)  # where it was raised, more was known
         clear_frames(error.__traceback__)  # what the failed call held, so that there is memory to look for checkpoints
@@ -231,7 +231,8 @@ def explain_short_memory(saved: Callable[[], str] = str, remedy: str = SHORT_OF_
         raise TrainingError(f"memory ran out ({_first_line(error)}): {about}") from error
 
 
-def _is_shortage(error: BaseException) -> bool:
+def is_shortage(error: BaseException) -> bool:
+    """Whether an allocation failed, of the host's memory or a device's."""
     return isinstance(error, MemoryError) or ran_out_on_device(error) or any(sign in str(error) for sign in _SIGNS)
 
 
