@@ -3,8 +3,9 @@
 Along each axis one number changes and everything else stays. Growth is the last measurement over the first. Time should grow no
 faster than the work: `work / time` below 1 means that something else grows. Exponents are slopes of a straight line in logarithms.
 
-Beside each point a plain loop over transformers does the same, by turns in one process, with weights of the same dtype: `generate`, then
-a forward and a backward pass of padded rows, each with its prompt and at most as many tokens at once as ours take, and AdamW.
+Beside each point a plain loop over transformers does the same, by turns in one process with a fixed number of threads, and with weights of
+the same dtype: `generate`, then a forward and a backward pass of padded rows, each with its prompt, at most 4096 tokens at once, and AdamW
+on those weights. Ours also clips, measures what a step records, and keeps fp32 masters of weights of 16 bits.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from benchmarks.shapes import llama_shape, random_groups, random_policy, random_
 from groupwise.config.schema import Config, ModelConfig
 from groupwise.engines import SamplingSettings, make_engine
 from groupwise.memory import keep_freed_memory
-from groupwise.models.devices import with_dtype
+from groupwise.models.devices import wait_for, with_dtype
 from groupwise.models.scorer import make_scorer
+from groupwise.threads import fix_threads
 from groupwise.training.learner import Learner
 from groupwise.types import Group
 
@@ -70,10 +72,13 @@ def options() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> Result:
     """Measure, print a table for each axis, and return the result (not yet finished)."""
     keep_freed_memory()
-    torch.set_num_threads(args.threads)
     axes = TINY if args.tiny else AXES
     vocabulary = 512 if args.tiny else 49152
-    details = {name: _axis(name, *axes[name], vocabulary, args) for name in args.axes}
+    undo = fix_threads(args.threads)  # else ours gives way to other programs, and the plain loop keeps what it is left with
+    try:
+        details = {name: _axis(name, *axes[name], vocabulary, args) for name in args.axes}
+    finally:
+        undo()
     worst = min(
         ((name, what, found["work_over_time"]) for name, axis in details.items() for what, found in axis["growth"].items()),
         key=lambda entry: entry[2],
@@ -101,16 +106,20 @@ def _axis(
     columns = (field, *(cell for what in growth for cell in (f"{what}, s", "GFLOP/s", "plain / ours")))
     print_table(f"Along {name}", columns, rows)
     taken = {what: [m.seconds[what] for m in measured] for what in measured[0].seconds}
-    return {"values": list(values), "seconds": taken, "growth": growth}
+    return {"values": list(values), "seconds": taken, "growth": growth, "calls": [m.calls for m in measured]}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One point: median seconds of sampling and of one update without a reference, the plain loop's as ``plain sampling`` and ``plain
-    learning``, and the arithmetic of either."""
+    """One point: seconds of sampling and of one update without a reference, the plain loop's as ``plain sampling`` and ``plain
+    learning``, in each call and by the median, and the arithmetic of either."""
 
-    seconds: dict[str, float]
+    calls: list[dict[str, float]]
     flops: dict[str, float]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {what: median([call[what] for call in self.calls]) for what in self.calls[0]}
 
     def row(self, what: str) -> list[float | None]:
         ours, plain = self.seconds[what], self.seconds.get(f"plain {what}")
@@ -137,18 +146,15 @@ def _measure(point: Point, vocabulary: int, args: argparse.Namespace) -> Measure
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-12)
         prompts, lengths = [list(one.token_ids) for one in asked], [[point.completion] * point.samples] * point.prompts
         actions["plain sampling"] = lambda: generate_forced(model, prompts, lengths, [1])
-        actions["plain learning"] = lambda: _learn_plainly(model, optimizer, groups, config.training.micro_batch_tokens)
+        actions["plain learning"] = lambda: _learn_plainly(model, optimizer, groups)
     for action in actions.values():
         action()
     calls = [{what: seconds(action) for what, action in actions.items()} for _ in range(args.repeats)]
     sizes = [(point.prompt, [point.completion] * point.samples)] * point.prompts
-    return Measured(
-        {what: median([call[what] for call in calls]) for what in actions},
-        {"sampling": forward_flops(shape, sizes), "learning": learning_flops(shape, sizes)},
-    )
+    return Measured(calls, {"sampling": forward_flops(shape, sizes), "learning": learning_flops(shape, sizes)})
 
 
-def _learn_plainly(model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Group], tokens_at_once: int) -> None:
+def _learn_plainly(model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Group], tokens_at_once: int = 4096) -> None:
     """The gradient of - mean_i A_i mean_t log p_it, A_i being 1 or -1, and a step. All prompts have one length, and all completions."""
     rows = [
         (group.prompt.token_ids + one.token_ids, 2 * reward - 1)
@@ -160,12 +166,13 @@ def _learn_plainly(model: Any, optimizer: torch.optim.Optimizer, groups: Sequenc
     for first in range(0, len(rows), at_once):
         ids, advantages = zip(*rows[first : first + at_once], strict=True)
         ids_BL = torch.tensor(ids, device=model.device)
-        logits = model(ids_BL[:, :-1], logits_to_keep=length - start).logits.float()
+        logits = model(ids_BL[:, :-1], use_cache=False, logits_to_keep=length - start).logits.float()
         logprobs_BL = torch.log_softmax(logits, -1).gather(-1, ids_BL[:, start:, None])[..., 0]
         weights_B = torch.tensor(advantages, device=model.device) / len(rows)
         (-(weights_B * logprobs_BL.mean(1)).sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
+    wait_for(model.device)
 
 
 def _growth(values: tuple[int, ...], measured: list[tuple[float, float]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import episodes, gpu, gpu_worker, learning, rounding, sampling, scaling, step, trl_gpu_worker
 from benchmarks.gpu_worker import ROLES, prepare
 from benchmarks.workers import Worker, WorkerDied
+from groupwise import threads
 from groupwise.config.schema import ModelConfig
 from groupwise.engines.builtin.decode import why_not_in_8_bits
 from groupwise.models.decoder import Decoder
@@ -193,6 +194,25 @@ def test_scaling(run: Any) -> None:
     assert growth.keys() == {"sampling", "learning"}
     assert 1 < growth["learning"]["work"] < 2  # twice the completions, but the prompt once
     assert result["ratio"] == min(g["work_over_time"] for a in result["details"].values() for g in a["growth"].values())
+    sides = {"sampling", "learning", "plain sampling", "plain learning"}
+    assert all(axis["seconds"].keys() == sides and len(axis["calls"]) == 2 for axis in result["details"].values())
+
+
+def test_both_sides_of_growth_compute_with_the_threads_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """... though other programs are busy."""
+    monkeypatch.setattr(threads, "_fixed", False)
+    monkeypatch.setattr(threads, "_watch", None)
+    monkeypatch.setattr(threads.Watch, "look", lambda watch, now: 1)
+    seen: list[int] = []
+    generate = scaling.generate_forced
+
+    def plainly(*args: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return generate(*args)
+
+    monkeypatch.setattr(scaling, "generate_forced", plainly)
+    scaling.run(scaling.options().parse_args(["--tiny", "--repeats", "1", "--axes", "group size", "--threads", "2"]))
+    assert set(seen) == {2}
 
 
 @pytest.mark.slow

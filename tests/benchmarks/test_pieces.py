@@ -19,7 +19,8 @@ from benchmarks.flops import forward_flops, learning_flops
 from benchmarks.generate_worker import generate_forced
 from benchmarks.learning import difference, reached
 from benchmarks.memory import beyond_bounds
-from benchmarks.scaling import _growth
+from benchmarks.scaling import _growth, _learn_plainly
+from benchmarks.shapes import llama_shape, random_groups, random_policy, random_prompts
 from benchmarks.vllm_rollouts import measure as rollouts
 from benchmarks.workers import REST_S, Worker, WorkerDied
 from benchmarks.workload import even_tokens, problems, step_config
@@ -29,6 +30,7 @@ from groupwise.config import load_config
 from groupwise.config.schema import LoraConfig
 from groupwise.models.adapters import attach, peft_config_of
 from groupwise.models.decoder import Decoder, MergedDecoder
+from groupwise.models.module_scorer import ModuleScorer
 
 
 def test_work_of_one_sequence_is_what_pytorch_counts(tiny_llama: Callable[..., Any]) -> None:
@@ -456,3 +458,23 @@ def test_the_results_page_shows_what_was_measured_against_trl(name: str) -> None
     numbers = read_numbers(name)
     assert read_block(learning.EXPERIMENT.page, name) == learning.report(numbers)
     assert numbers["details"]["runs"].keys() == {"groupwise", "trl"}
+
+
+def test_the_plain_loop_beside_growth_has_the_gradient_that_it_says() -> None:
+    """- mean_i A_i mean_t log p_it, A_i being 1 or -1, however many rows it takes at once."""
+    model = random_policy(llama_shape(64, 2, 96), "cpu", torch.float32).model
+    groups = random_groups(random_prompts(2, 5, 96), 3, 4, 4, 96)
+    scorer, found = ModuleScorer(model), {}
+    optimizer: Any = SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+    for rows in (6, 4, 1):
+        model.zero_grad()
+        _learn_plainly(model, optimizer, groups, tokens_at_once=9 * rows)
+        found[rows] = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for group in groups:
+        for one, reward in zip(group.completions, group.rewards, strict=True):
+            logprobs_T = scorer.logprobs(scorer.prepare([(group.prompt.token_ids, [one.token_ids])]))
+            (-(2 * reward - 1) * logprobs_T.mean() / 6).backward()
+    for gradients in found.values():
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-7)
