@@ -25,7 +25,8 @@ _PACKAGES = ("groupwise", "torch", "transformers", "trl", "accelerate")
 
 @dataclass
 class Result:
-    """What the JSON line says. ``ratio`` above 1 always means that groupwise is better, whatever the unit."""
+    """What the JSON line says. ``ratio`` above 1 means that groupwise is better, whatever the unit; of ``memory``
+    it is measured / planned."""
 
     name: str
     ratio: float | None

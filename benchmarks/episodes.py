@@ -95,7 +95,7 @@ class Sides:
     """What is compared: each is a function that samples all of it, and returns how many tokens were sampled."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        policy = load_policy(ModelConfig(name=args.model, dtype="bfloat16", device="cpu"))
+        policy = load_policy(ModelConfig(name=args.model, device="cpu"))
         self.engine = builtin.BuiltinEngine(Decoder(policy.model), policy.tokenizer, policy.end_token_ids, max_rows=args.rows)
         self.template = TurnTemplate(policy.tokenizer, policy.end_token_ids)
         self.ends = (policy.end_token_ids[0], next(t for t in range(99) if t not in policy.end_token_ids))

@@ -12,7 +12,7 @@ from benchmarks.floor import floor_seconds
 from benchmarks.workers import Commands, serve
 from benchmarks.workload import even_tokens, prompts, step_config
 from groupwise.engines import SamplingSettings, make_engine
-from groupwise.memory import keep_freed_memory, peak_memory_bytes
+from groupwise.memory import keep_freed_memory, peak_memory_bytes, reset_peak_memory
 from groupwise.models.decoder import Decoder
 from groupwise.models.load import load_policy
 from groupwise.models.packing import common_tokens
@@ -38,8 +38,10 @@ class OurStep:
         self.rewards = RewardSuite([LoadedReward("even", even_tokens, 1.0, "python")], "xml", timeout_s=None)
         self.prompts = prompts(policy.tokenizer, self.config.rollout.prompts_per_step)
 
-    def step(self, seed: int) -> dict[str, Any]:
-        """One step whose samples follow from ``seed``: seconds by phase, lengths, peak memory."""
+    def step(self, seed: int, fresh: bool = False) -> dict[str, Any]:
+        """One step whose samples follow from ``seed``: seconds by phase, lengths, peak memory, which with ``fresh`` counts from here."""
+        if fresh:
+            reset_peak_memory()
         started = time.perf_counter()
         rollout = collect(self.engine, self.prompts, self.rewards, self.config.rollout, seed=seed, step=0)
         _, metrics = self.learner.learn(rollout.groups)

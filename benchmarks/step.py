@@ -153,17 +153,18 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _take_turns(workers: dict[str, Worker], pairs: int, forced: bool) -> dict[str, list[dict[str, Any]]]:
-    """Steps of every side, in pairs. With ``forced`` ours repeats one seed, whose lengths the other side is given."""
+    """Steps of every side, in pairs. With ``forced`` ours repeats one seed, whose lengths the other side is given. Peaks of memory are of
+    these steps."""
     steps: dict[str, list[dict[str, Any]]] = {side: [] for side in workers}
     lengths = None
     for pair in range(-_WARM_UP, pairs):
         order = list(workers) if pair % 2 == 0 or lengths is None else list(reversed(workers))
         for side in order:
             if side == "ours":
-                step = workers[side].ask(seed=0 if forced else pair + _WARM_UP)
+                step = workers[side].ask(seed=0 if forced else pair + _WARM_UP, fresh=pair == -_WARM_UP)
                 lengths = step["lengths"]
             else:
-                step = workers[side].ask(lengths=lengths if forced else None)
+                step = workers[side].ask(lengths=lengths if forced else None, fresh=pair == -_WARM_UP)
                 if forced and step["lengths"] != lengths:
                     raise AssertionError(f"{side} was told to sample lengths {lengths} and sampled {step['lengths']}")
             if pair >= 0:

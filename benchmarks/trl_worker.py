@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.forced import ForcedLengths
 from benchmarks.workers import Commands, serve
 from benchmarks.workload import SYSTEM, even_tokens, problems
-from groupwise.memory import peak_memory_bytes
+from groupwise.memory import peak_memory_bytes, reset_peak_memory
 from groupwise.models.devices import computes_bf16
 
 __all__ = ["make_trainer"]
@@ -117,6 +117,8 @@ class StepByStep(TrainerCallback):
         command = self.commands.next()
         if command is None:
             raise SystemExit(0)
+        if command.get("fresh"):
+            reset_peak_memory()
         lengths = command.get("lengths")
         self.forced = None if lengths is None else [n for group in lengths for n in group]
         self.clock.restart()

@@ -65,10 +65,9 @@ def settings_of(mode: Mode, steps: int, problems: int, micro_batch_tokens: int) 
 
 def carry_out(mode: Mode, settings: Sequence[str], work: Path) -> dict[str, Any]:
     """The numbers of one run, from its file if it was made with these settings and this recipe before."""
-    result, conditions = work / f"{mode.name}.json", {"settings": list(settings), "config": config_hash("quickstart")}
-    kept = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
-    if conditions.items() <= kept.items():
-        return dict(kept)
+    if kept := _kept(mode, settings, work):
+        return kept
+    result, conditions = work / f"{mode.name}.json", _conditions(settings)
     folder = work / mode.name
     shutil.rmtree(folder, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
@@ -93,6 +92,16 @@ def carry_out(mode: Mode, settings: Sequence[str], work: Path) -> dict[str, Any]
     result.write_text(json.dumps(found, indent=1), encoding="utf-8")
     shutil.rmtree(folder)
     return found
+
+
+def _conditions(settings: Sequence[str]) -> dict[str, Any]:
+    return {"settings": list(settings), "config": config_hash("quickstart")}
+
+
+def _kept(mode: Mode, settings: Sequence[str], work: Path) -> dict[str, Any] | None:
+    result = work / f"{mode.name}.json"
+    kept: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
+    return kept if _conditions(settings).items() <= kept.items() else None
 
 
 def _trained_bytes(folder: Path) -> int:
@@ -141,8 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     runs = []
     for mode in MODES:
         settings = settings_of(mode, chosen.steps, chosen.problems, chosen.micro_batch_tokens)
-        done = (chosen.work / f"{mode.name}.json").is_file()
-        if done or not chosen.modes or mode.name in chosen.modes:
+        if not chosen.modes or mode.name in chosen.modes or _kept(mode, settings, chosen.work):
             runs.append(carry_out(mode, settings, chosen.work.resolve()))
             print(f"{mode.name}: {runs[-1]['accuracy']}, {runs[-1]['peak_memory_gib']} GiB, {runs[-1]['seconds']} s", flush=True)
     numbers = {

@@ -11,7 +11,6 @@ from torch import Tensor
 from experiments.runs import settings_of
 from groupwise import Config, load_config
 from groupwise.algorithm import BatchCounts, Objective
-from groupwise.config.schema import OptimizerConfig
 from groupwise.engines import Engine, make_engine
 from groupwise.models.load import Policy, load_policy
 from groupwise.models.scorer import Scorer, make_scorer
@@ -34,7 +33,6 @@ class PackedBatch:
     packed: Any
     advantages_N: Tensor
     weights_T: Tensor
-    rewards: list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -55,16 +53,14 @@ class Workbench:
 
     def pack(self, groups: list[Group]) -> PackedBatch:
         chosen = Objective.from_config(self.config.algorithm)
-        rewards = [list(group.rewards) for group in groups]
         advantages = [number for group in StepAdvantages.of(groups, chosen).by_group for number in group]
         packed = self.scorer.prepare([(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in groups])
         counts = BatchCounts(len(advantages), len(packed.targets_T), self.config.rollout.max_completion_tokens)
         weights = chosen.weights(packed.lengths_N, packed.sequence_T, counts)
-        return PackedBatch(packed, torch.tensor(advantages), weights, rewards)
+        return PackedBatch(packed, torch.tensor(advantages), weights)
 
-    def optimizer(self, **settings: Any) -> MasterAdamW:
-        config = OptimizerConfig(**{**self.config.optimizer.model_dump(), **settings})
-        return MasterAdamW(self.scorer.named_parameters(), config)
+    def optimizer(self) -> MasterAdamW:
+        return MasterAdamW(self.scorer.named_parameters(), self.config.optimizer)
 
 
 def workbench(settings: list[str]) -> Workbench:

@@ -214,7 +214,10 @@ def run_all(
         for start in dict.fromkeys(v.start for v in variants)
     }
     runs = {(v.name, seed): grpo_job(v, seed, budget, work, settings, starts[seed, v.start]) for seed in seeds for v in variants}
-    failed = [*carry_out_all([*starts.values()], jobs), *carry_out_all([*runs.values()], jobs)] if jobs else []
+    failed = carry_out_all([*starts.values()], jobs) if jobs else []
+    start_of = {v.name: v.start for v in variants}
+    able = [job for (name, seed), job in runs.items() if starts[seed, start_of[name]].done]
+    failed += carry_out_all(able, jobs) if jobs else []
     finished = [job for job in runs.values() if job.done]
     if not finished:
         raise SystemExit("no run is finished: see the logs in " + str(work))
@@ -314,7 +317,8 @@ def _rounded(numbers: Sequence[float | None]) -> list[float | None]:
 
 def _judged(row: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """An evaluation with the step after which it was made."""
-    step = steps if row["stage"] == "final" else int(row["stage"].removeprefix("step-"))
+    stages = {"base": 0, "warm_start": 0, "final": steps}
+    step = stages[row["stage"]] if row["stage"] in stages else int(row["stage"].removeprefix("step-"))
     keys = ("n", "strict_accuracy", "format_rate", "stop_rate", "mean_tokens")
     return {"step": step, **{key: row[key] for key in keys}}
 

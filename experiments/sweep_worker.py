@@ -25,7 +25,7 @@ from benchmarks.workload import even_tokens, prompts
 from groupwise.config.schema import Config
 from groupwise.distributed import open_world
 from groupwise.engines import SamplingSettings, make_engine
-from groupwise.memory import keep_freed_memory, release_freed_memory
+from groupwise.memory import keep_freed_memory, peak_memory_bytes, release_freed_memory, reset_peak_memory
 from groupwise.models.load import Policy, load_policy
 from groupwise.models.module_scorer import ModuleScorer
 from groupwise.models.scorer import Scorer, make_scorer
@@ -94,13 +94,13 @@ def _point(learner: Learner, groups: list[Group], budget: int, folder: Path, set
     if not settings["repeats"]:
         return found
     release_freed_memory()
-    _reset_peak()
+    reset_peak_memory()
     seconds = []
     for _ in range(settings["repeats"]):
         started = time.perf_counter()
         learner.learn(groups)
         seconds.append(time.perf_counter() - started)
-    return found | {"seconds": statistics.median(seconds), "all_seconds": seconds, "peak_bytes": _peak_bytes()}
+    return found | {"seconds": statistics.median(seconds), "all_seconds": seconds, "peak_bytes": peak_memory_bytes()}
 
 
 def _by_module_name(learner: Learner) -> Iterator[tuple[str, Tensor]]:
@@ -127,16 +127,6 @@ def _compare(gradient: Iterator[tuple[str, Tensor]], reference: Path) -> float:
             difference += float((tensor - wanted).double().square().sum())
             norm += float(wanted.double().square().sum())
     return math.sqrt(difference / norm)
-
-
-def _reset_peak() -> None:
-    """Linux: the process's peak begins anew at what it holds now."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _peak_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def leave() -> None:

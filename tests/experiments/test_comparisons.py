@@ -281,6 +281,23 @@ def test_variants_that_ask_differently_start_from_warm_starts_of_their_own(tiny_
     assert made[starts[0]] != made[starts[1]] == made[starts[2]], "chat is what the recipe says anyway"
 
 
+def test_a_run_whose_start_failed_is_not_tried(tiny_runs, monkeypatch):
+    """It would fail on a model that is not there, and its log would be about that."""
+    call, carried_out, _ = tiny_runs
+    here = runs._process
+    monkeypatch.setattr(runs, "_process", lambda job, threads: "concat" not in job.name and here(job, threads))
+    numbers = call([Variant("concat-asked", (), ("prompt.style=concat",)), Variant("again")])
+    assert carried_out == ["warm-start-0", "again-0"]
+    assert numbers["failed"] == ["warm-start-0-prompt.style-concat"]
+    assert numbers["missing"] == ["concat-asked-0"]
+
+
+def test_a_run_may_be_judged_before_its_first_step(tiny_runs):
+    call, *_ = tiny_runs
+    found = call([Variant("judged", ("evaluation.at_start=true",))])["runs"]["judged"]["0"]
+    assert [row["step"] for row in found["evaluations"]] == [0, 1, 2]
+
+
 def test_a_run_with_checkpoints_goes_on_where_it_was_stopped(tiny_runs, monkeypatch):
     call, _, work = tiny_runs
     whole = call([Variant("whole")])["runs"]["whole"]["0"]

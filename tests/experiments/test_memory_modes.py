@@ -53,3 +53,16 @@ def test_the_page_has_every_mode_as_it_was_measured_and_each_one_learnt():
     assert read_block(PAGE, NAME) == report(numbers).strip("\n")
     assert [run["name"] for run in numbers["runs"]] == [mode.name for mode in MODES]
     assert all(run["interval"][0] > run["accuracy"]["warm_start"] for run in numbers["runs"])
+
+
+def test_a_mode_that_is_not_named_is_not_trained_again(tmp_path, monkeypatch):
+    """... where what is kept of it was made with other settings."""
+    started = []
+    numbers = {"name": "qlora", "accuracy": {"base": 0.0, "warm_start": 0.4, "final": 0.75}, "interval": [0.7, 0.8], "environment": {},
+               "peak_memory_gib": 1.0, "trained_bytes": 2, "seconds": 3}  # fmt: skip
+    monkeypatch.setattr(memory_modes, "carry_out", lambda mode, *_: started.append(mode.name) or numbers)
+    monkeypatch.setattr(memory_modes, "report", lambda numbers: "")
+    for name in ("full", "lora"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"settings": ["x=1"], "config": "a", "name": name}))
+    memory_modes.main(["qlora", "--work", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert started == ["qlora"]
