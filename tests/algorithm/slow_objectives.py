@@ -161,12 +161,21 @@ def gmpo(b: Batch, lp: Ragged, held: Ragged) -> float:
 def dppo(b: Batch, lp: Ragged, held: Ragged) -> float:
     """arXiv 2602.04879 with binary total variation: r A, without the tokens whose probability has moved by more than 0.15 already and
     would move further."""
+    return _within_trust(b, lp, held, lambda p, q: abs(q - p) > 0.15)
+
+
+def dppo_kl(b: Batch, lp: Ragged, held: Ragged) -> float:
+    """The same by KL(old || new) of "this token, or any other", at most 0.05. Infinite at 1, which random batches may pass."""
+    return _within_trust(b, lp, held, lambda p, q: q >= 1 or p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)) > 0.05)
+
+
+def _within_trust(b: Batch, lp: Ragged, held: Ragged, too_far: Callable[[float, float], bool]) -> float:
     total = 0.0
     for g, r in enumerate(b.rewards):
         for i, a in enumerate(normalised(r)):
             for x, now, o in zip(lp[g][i], held[g][i], b.old[g][i], strict=True):
                 further = (now > o and a > 0) or (now < o and a < 0)
-                if not (further and abs(np.exp(now) - np.exp(o)) > 0.15):
+                if not (further and too_far(np.exp(o), np.exp(now))):
                     total += np.exp(x - o) * a
     return -total / _tokens(lp)
 
@@ -306,6 +315,7 @@ VARIANTS = {
         },
         reinforce_pp_baseline,
     ),
+    "dppo, KL": ({"preset": "dppo", "loss": {"divergence": "kl"}}, dppo_kl),
 }
 """Published methods that are a preset with other settings: the settings, and the slow loop."""
 DRIFT = {"gspo": 1e-3, "cispo": 1.5}

@@ -14,18 +14,22 @@ from groupwise.algorithm import KL, BatchCounts, Objective, policy_loss, token_w
 from groupwise.algorithm.aggregate import AGGREGATIONS
 from groupwise.algorithm.losses import (
     LOSSES,
+    Loss,
     LossInputs,
     cispo_loss,
     clip,
     clip_loss,
     dual_clipped,
-    reinforce_loss,
+    product_ratio,
+    sapo_loss,
     sequence_ratio,
     token_ratio,
+    vespo_loss,
 )
 
 ratios = st.floats(0.01, 20)
 advantages = st.floats(-5, 5)
+SIGMOID_1, E_HALF = 1 / (1 + math.exp(-1)), math.exp(-0.5)
 
 
 def scalar(f, ratio: float, advantage: float, *bounds: float) -> tuple[float, float, bool]:
@@ -79,6 +83,41 @@ def test_cispo_cuts_the_weight_and_keeps_the_gradient():
     found.loss_T.sum().backward()
     assert lp.grad.tolist() == pytest.approx([-2.0, 5.0], rel=1e-14)
     assert found.clipped_T.tolist() == [False, True]
+
+
+def of_ratios(loss: Loss, ratios: list[float], advantage: float) -> tuple[list[float], list[float]]:
+    """Of one completion, whose tokens have a log-probability of -1: each token's loss, and its slope in that."""
+    lp = torch.full((len(ratios),), -1.0, dtype=torch.float64, requires_grad=True)
+    old, sequence_T = lp.detach() - torch.tensor(ratios, dtype=torch.float64).log(), torch.zeros(len(ratios), dtype=torch.long)
+    found = loss(LossInputs(lp, old, torch.full_like(old, advantage), sequence_T, 1))
+    found.loss_T.sum().backward()
+    return found.loss_T.tolist(), lp.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    ("loss", "ratios", "advantage", "value", "slope"),
+    [
+        (partial(cispo_loss, epsilon=0.2, epsilon_high=0.3), [0.5], 3.0, 0.8 * 3, -0.8 * 3),
+        (partial(cispo_loss, epsilon=0.2, epsilon_high=0.3), [1.5], 3.0, 1.3 * 3, -1.3 * 3),
+        (partial(cispo_loss, epsilon=0.2, epsilon_high=None), [1.5], 3.0, 1.2 * 3, -1.2 * 3),
+        (partial(sapo_loss, tau_positive=2.0), [1.5], 3.0, -2 * SIGMOID_1 * 3, -4 * SIGMOID_1 * (1 - SIGMOID_1) * 1.5 * 3),
+        (partial(sapo_loss, tau_negative=2.0), [1.5], -3.0, 2 * SIGMOID_1 * 3, 4 * SIGMOID_1 * (1 - SIGMOID_1) * 1.5 * 3),
+        (partial(vespo_loss, k_positive=1.0, lambda_positive=0.5), [4.0, 0.5], 3.0, 2 * E_HALF * 3, -2 * E_HALF * 3),
+        (partial(vespo_loss, k_negative=1.0, lambda_negative=0.5), [4.0, 0.5], -3.0, -2 * E_HALF * 3, 2 * E_HALF * 3),
+    ],
+)
+def test_losses_with_other_settings_by_hand(loss: Loss, ratios: list[float], advantage: float, value: float, slope: float):
+    """The completion's whole ratio, by which VESPO goes, is 2; there phi is 2^k exp(-lambda)."""
+    values, slopes = of_ratios(loss, ratios, advantage)
+    assert values == pytest.approx([value] * len(ratios))
+    assert slopes == pytest.approx([slope] * len(ratios))
+
+
+@pytest.mark.parametrize(("moved", "ratio"), [((0.2,) * 500, math.exp(20)), ((-0.2,) * 500, 1e-8), ((30.0, -21.0), 1.0)])
+def test_the_ratio_of_a_whole_completion_is_bounded_and_so_is_each_token_s(moved: tuple[float, ...], ratio: float):
+    lp, sequence_T = torch.tensor([*moved, 0.5]) - 1, torch.tensor([0] * len(moved) + [1])
+    expected = [ratio] * len(moved) + [math.exp(0.5)]
+    assert product_ratio(lp, torch.full_like(lp, -1), sequence_T, 2).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_ratios_by_hand():
@@ -222,15 +261,26 @@ def test_half_precision_is_computed_in_fp32():
     assert half["logprobs_T"].grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "cispo", "reinforce"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("far", [-300.0, 300.0])
-def test_a_policy_that_ran_away_gives_finite_numbers(surrogate: str, level: str, far: float):
-    lp = torch.tensor([-1.0, -2.0 + min(far, 0), -0.5], requires_grad=True)
-    other = torch.tensor([-1.0, -2.0 - max(far, 0), -0.5])
-    given = inputs(torch.float32, logprobs_T=lp, old_logprobs_T=other, reference_logprobs_T=-2 - other)
-    chosen = reinforce_loss if surrogate == "reinforce" else partial(LOSSES[surrogate], ratio=level)
-    loss, metrics = policy_loss(Objective(loss=chosen), **given)
+OTHERS = {
+    f"{name}, {level}": partial(LOSSES[name], ratio=level)
+    for name in ("clip", "cispo", "sapo")
+    for level in ("sequence", "whole_sequence")
+} | {"dppo, KL": partial(LOSSES["dppo"], divergence="kl")}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *OTHERS])
+@pytest.mark.parametrize("moved", [(0.0, -300.0), (0.0, 300.0), (-0.2,) * 600, (0.2,) * 600], ids=["-300", "300", "-120", "120"])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_policy_that_ran_away_gives_finite_numbers(name: str, moved: tuple[float, ...], advantage: float):
+    """By one token, and by 0.2 nats in each of many."""
+    moved_T, count = torch.tensor([*moved, 0.0]), len(moved)
+    lp, other = (-1 + moved_T.clamp(max=0)).requires_grad_(), -1 - moved_T.clamp(min=0)
+    given = inputs(
+        torch.float32, logprobs_T=lp, old_logprobs_T=other, reference_logprobs_T=-2 - other,
+        sequence_T=torch.tensor([0] * count + [1]), weights_T=torch.full_like(other, 1 / (count + 1)),
+        advantages_N=torch.tensor([advantage, -0.5]),
+    )  # fmt: skip
+    loss, metrics = policy_loss(Objective(loss={**LOSSES, **OTHERS}[name]), **given)
     loss.backward()
     assert torch.isfinite(lp.grad).all()
     assert all(math.isfinite(m.value) for m in metrics.values())

@@ -216,12 +216,14 @@ def gmpo_loss(inputs: LossInputs, *, epsilon: float = 0.4) -> LossOutputs:
     """GMPO (arXiv 2507.20673, eq. 4): -A times the geometric mean of a completion's clipped token ratios, given to each of its tokens.
 
     Log-ratios are clipped at ``epsilon`` nats, pessimistically by the sign of A, before their mean is taken; the gradient runs into all
-    tokens that the clip leaves free. With ``aggregation: sequence_mean`` every completion counts once.
+    tokens that the clip leaves free. With ``aggregation: sequence_mean`` every completion counts once. A mean above
+    ``MAX_LOG_RATIO`` is cut, and has no gradient.
     """
     sign_T = torch.where(inputs.advantages_T > 0, 1.0, -1.0).to(inputs.logprobs_T.dtype)
     signed_T = sign_T * (inputs.logprobs_T - inputs.old_logprobs_T)
     held_T = torch.minimum(signed_T, signed_T.clamp(-epsilon, epsilon))
-    ratio_T = segment_mean(sign_T * held_T, inputs.sequence_T, inputs.completions).exp()[inputs.sequence_T]
+    mean_N = segment_mean(sign_T * held_T, inputs.sequence_T, inputs.completions).clamp(max=MAX_LOG_RATIO)
+    ratio_T = mean_N.exp()[inputs.sequence_T]
     return LossOutputs(-ratio_T * inputs.advantages_T, held_T < signed_T, ratio_T)
 
 
