@@ -13,7 +13,7 @@ from groupwise.config import dump_config
 from tests.survival.door import Ended, Going, begin
 from tests.tiny import tiny_config, write_sums, write_tiny_llama
 
-__all__ = ["Place", "small_disk"]
+__all__ = ["NotTried", "Place", "small_disk"]
 
 REWARDS = '''
 import os
@@ -154,15 +154,19 @@ class Place:
         return (self.folder / "summary.json").is_file()
 
 
+class NotTried(Exception):
+    """A fault that this machine does not allow to be caused."""
+
+
 @contextlib.contextmanager
 def small_disk(place: Place, kib: int = 4096, read_only: bool = False) -> Iterator[Path]:
-    """A disk of that size, on which the run's folder lies. Raises OSError where this process may not mount one."""
+    """A disk of that size, on which the run's folder lies. Raises NotTried where this process may not mount one."""
     disk = place.path / "disk"
     disk.mkdir()
     options = f"size={kib}k" + (",ro" if read_only else "")
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], capture_output=True, text=True)
     if done.returncode:
-        raise OSError(f"no disk can be mounted here ({done.stderr.strip()})")
+        raise NotTried(f"no disk can be mounted here ({done.stderr.strip()})")
     place.folder = disk / "run"
     try:
         yield disk

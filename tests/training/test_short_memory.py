@@ -356,12 +356,15 @@ def test_a_final_model_that_the_disk_cannot_hold_is_refused_before_the_run(small
         return 1000
 
     monkeypatch.setattr(short_memory, "free_disk_bytes", free)
-    with pytest.raises(TrainingError, match=r"^the final model will take .* at .*run, so that .*: free space, .*output\.folder$"):
+    with pytest.raises(
+        TrainingError,
+        match=r"^the final model will take 0\.\d MiB, and 0\.0 MiB are free at .*run, so that .*: free space, .*output\.folder$",
+    ):
         train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert asked == [tmp_path / "run"]
     (tmp_path / "run" / "final_model").mkdir(parents=True)
-    assert "GiB are free" in short_memory.disk_note(config, tmp_path / "run"), (
+    assert "MiB are free" in short_memory.disk_note(config, tmp_path / "run"), (
         "it is there already, and may only have to be judged"
     )
 
@@ -380,21 +383,21 @@ def test_a_disk_that_holds_the_final_model_and_no_checkpoint_is_refused_before_t
     ):
         train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    assert "GiB are free" not in str(short_memory.disk_note(small_config(output={"checkpoint_every": 0}), tmp_path / "run"))
-    assert "GiB are free" not in str(short_memory.disk_note(small_config(output={"checkpoint_every": 3}), tmp_path / "run"))
+    assert short_memory.disk_note(small_config(output={"checkpoint_every": 0}), tmp_path / "run") is None
+    assert short_memory.disk_note(small_config(output={"checkpoint_every": 3}), tmp_path / "run") is None
     monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: model + checkpoint)
     train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: model)
     shutil.rmtree(tmp_path / "run" / "final_model")
-    assert "GiB are free" in short_memory.disk_note(config, tmp_path / "run"), "a checkpoint is there, and the final model fits"
+    assert "MiB are free" in short_memory.disk_note(config, tmp_path / "run"), "a checkpoint is there, and the final model fits"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert "GiB are free" in short_memory.disk_note(config, Path("~/run"))
+    assert "MiB are free" in short_memory.disk_note(config, Path("~/run"))
 
 
 def test_an_adapter_that_fits_where_its_merged_model_does_not_is_named(monkeypatch, tmp_path):
     config = load_config("quickstart", ["model.dtype=bfloat16", "model.lora={rank: 16, alpha: 32}"])
     monkeypatch.setattr(short_memory, "free_disk_bytes", lambda folder: 100 * 2**20)
-    with pytest.raises(TrainingError, match=r"0\.3 GiB, and 0\.1 GiB are free .*, or set output\.adapter_only$"):
+    with pytest.raises(TrainingError, match=r"[\d.]+ MiB, and 100\.0 MiB are free .*, or set output\.adapter_only$"):
         short_memory.disk_note(config, tmp_path)
     adapter = load_config("quickstart", ["model.dtype=bfloat16", "model.lora={rank: 16, alpha: 32}", "output.adapter_only=true"])
     assert short_memory.disk_note(adapter, tmp_path) is None

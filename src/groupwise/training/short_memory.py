@@ -168,20 +168,24 @@ def disk_note(config: Config, folder: Path) -> str | None:
     if model > free and not RunFolder(folder).final_model.exists():
         smaller = ", or set output.adapter_only" if setup.adapted and not output.adapter_only else ""
         raise TrainingError(
-            f"the final model will take {model / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free at {folder}, so that the run would "
-            f"end without it: {remedy}{smaller}"
+            f"the final model will take {_size(model)}, and {_size(free)} are free at {folder}, so that the run would end "
+            f"without it: {remedy}{smaller}"
         )
     begun = RunFolder(folder).final_model.exists() or latest_checkpoint(RunFolder(folder).checkpoints) is not None
     if kept and model + checkpoint > free and not begun:
         raise TrainingError(
-            f"a checkpoint will take {checkpoint / _GIB:.1f} GiB beside the final model of {model / _GIB:.1f}, and {free / _GIB:.1f} GiB "
-            f"are free at {folder}, so that the run could not be resumed: {remedy}, or go without by output.checkpoint_every=0"
+            f"a checkpoint will take {_size(checkpoint)} beside the final model of {_size(model)}, and {_size(free)} are free at "
+            f"{folder}, so that the run could not be resumed: {remedy}, or go without by output.checkpoint_every=0"
         )
     return (
-        f"this run will write about {needed / _GIB:.1f} GiB (the final model {model / _GIB:.1f}, and {kept} checkpoints of "
-        f"{checkpoint / _GIB:.1f}), and {free / _GIB:.1f} GiB are free at {folder}: {remedy}"
+        f"this run will write about {_size(needed)} (the final model {_size(model)}, and {kept} checkpoints of "
+        f"{_size(checkpoint)}), and {_size(free)} are free at {folder}: {remedy}"
         + (", or lower output.keep_checkpoints" if kept > 1 else "")
     )
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / 2**20:.1f} MiB"
 
 
 def _checkpoints(config: Config) -> int:
