@@ -11,6 +11,7 @@ from groupwise.config.schema import ModelConfig
 from groupwise.engines.builtin import decode
 from groupwise.models import devices, ops
 from groupwise.models.native import calls
+from groupwise.models.native.build import kernels
 from groupwise.models.ops import gated, head_norm, rms_norm, rope_rotate
 
 EPSILON = 1e-3  # large, so that leaving it out shows
@@ -157,18 +158,27 @@ def _products(request, monkeypatch):
     decode._rows_are_alone.cache_clear()
 
 
+def helps(weight):
+    """``decode.rearranging_helps(weight)``, which is what it has to be on this processor. PyTorch's blocked bf16 kernels need
+    AVX-512, and its fp32 ones are taken where they round rows as alone. The package's own are there for fp32 with a compiler."""
+    own = calls._allowed and kernels(True).library is not None
+    has_to = {
+        torch.bfloat16: devices.computes_bf16(),
+        torch.float16: False,
+        torch.float32: own or (torch.backends.mkldnn.is_available() and decode._rows_are_alone()),
+    }
+    assert decode.rearranging_helps(weight) is has_to[weight.dtype]
+    return has_to[weight.dtype]
+
+
 @pytest.mark.usefixtures("_products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtype):
-    """PyTorch's blocked bf16 kernels need AVX-512; without, asking for them is an error."""
     weight, x, bias = torch.randn(32, 16).to(dtype), torch.randn(4, 16).to(dtype), torch.randn(32).to(dtype)
-    if decode.rearranging_helps(weight):
-        assert dtype != torch.float16
+    if helps(weight):
         product = decode.rearranged_product(weight, bias)
         for rows in (x, x.repeat(100, 1)):
             torch.testing.assert_close(product(rows), torch.nn.functional.linear(rows, weight, bias))
-    elif dtype == torch.bfloat16:
-        assert not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @pytest.mark.usefixtures("_products")
@@ -176,7 +186,7 @@ def test_a_rearranged_weight_is_offered_only_where_the_processor_can_use_it(dtyp
 def test_a_rearranged_product_keeps_no_weight(dtype):
     """Merged with an adapter it is made for this alone: kept, a model would be there twice."""
     weight = torch.randn(32, 16).to(dtype)
-    if decode.rearranging_helps(weight):
+    if helps(weight):
         product, there = decode.rearranged_product(weight), weakref.ref(weight)
         del weight
         assert there() is None
@@ -186,7 +196,7 @@ def test_a_rearranged_product_keeps_no_weight(dtype):
 @pytest.mark.usefixtures("_products")
 def test_rows_of_rearranged_fp32_weights_are_rounded_as_alone():
     weight, x = torch.randn(160, 96), torch.randn(24, 96)
-    if decode.rearranging_helps(weight):
+    if helps(weight):
         for hint in (1, 64):
             product = decode.rearranged_product(weight, rows=hint)
             assert all(torch.equal(product(x[:rows]), product(x)[:rows]) for rows in range(1, 24))
@@ -197,7 +207,7 @@ def test_the_library_rearranges_fp32_weights_only_where_rows_are_rounded_as_alon
     monkeypatch.setattr(calls, "_allowed", False)
     decode._rows_are_alone.cache_clear()
     weight = torch.randn(160, 96)
-    if decode.rearranging_helps(weight):
+    if helps(weight):
         hints, reorder = [], torch.ops.mkldnn._reorder_linear_weight
         monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda w, rows: hints.append(rows) or reorder(w, rows))
         decode.rearranged_product(weight, rows=1)
