@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -405,23 +404,37 @@ def test_a_slow_tool_stalls_nobody_else(kind, builtin, make_prompts):
     assert turns_of[1] > 1
 
 
-def test_answers_that_are_late_share_a_round(make_prompts):
-    """Not one for the answer that came first, while all others wait for its end."""
+def test_answers_that_are_late_share_a_round(make_prompts, monkeypatch):
+    """Not one for the answer that came first, while all others wait for its end. By a clock that rounds and waiting move."""
+    now = [0.0]
 
     class Slow(BySteps):
         def serve(self, request, on_progress=None):
-            time.sleep(1.0)
+            now[0] += 1.0
             return super().serve(request, on_progress)
 
-    engine, turns_of = Slow(), [0] * 20
+    engine, turns_of, due = Slow(), [0] * 20, {}
 
     def answer(place, turn):
         turns_of[place] += 1
         found: Future[Any] = Future()
-        given = [40] if turns_of[place] < 2 else None
-        threading.Timer(0.3 + 0.005 * place, found.set_result, [given]).start()
+        due[found] = now[0] + 0.3 + 0.005 * place, [40] if turns_of[place] < 2 else None
         return found
 
+    def wait(answers, limit_s, until):
+        limit = now[0] + limit_s
+        while late := [one for one in answers if not one.done()]:
+            if until == FIRST_COMPLETED and len(late) < len(answers):
+                break
+            first = min(late, key=lambda one: due[one][0])
+            now[0] = min(limit, due[first][0])
+            if due[first][0] > limit:
+                break
+            first.set_result(due[first][1])
+        return [one for one in answers if one.done()], late
+
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(turns_module, "wait", wait)
     serve_by_prefixes(engine, Request(make_prompts([4] * 20), 1, SETTINGS, 0, "s"), Turns(answer, 0.05))
     assert [len(names) for names in engine.rounds] == [20, 20]
 

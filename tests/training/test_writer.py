@@ -199,14 +199,19 @@ def test_a_copy_is_written_before_the_next_is_made(small_config, letters, quiet,
         writing.append(run.writer.is_writing)
         return take(*words, **more)
 
+    write, looked_at = checkpoints._write, threading.Event()
+
+    def slowly(aside, snapshot):
+        looked_at.wait(0.2 if snapshot.name == "step-1" else 60)
+        write(aside, snapshot)
+
     monkeypatch.setattr("groupwise.training.run.take_snapshot", noting)
-    monkeypatch.setattr(
-        checkpoints, "_write", lambda aside, snapshot, write=checkpoints._write: (time.sleep(0.2), write(aside, snapshot))
-    )
+    monkeypatch.setattr(checkpoints, "_write", slowly)
     for step in range(2):
         run.checkpoint_if_due(step)
     assert run.writer.is_writing
     assert run.world.is_saving(), "the process is not ended meanwhile"
+    looked_at.set()
     assert writing == [False, False]
     run.close()
 
