@@ -144,8 +144,8 @@ WRITING = (
     ill("worked examples without their end (pad = eos masked)", "goes-on", model="smollm2", defect=no_end_token,
         warm_start={"steps": 12}, training=steps(12), rollout={"max_completion_tokens": 64}),
     ill("the same, tiny", "goes-on never-stops", data="sevens", defect=no_end_token, training=steps(12), optimizer=GENTLE,
-        warm_start={"steps": 120, "learning_rate": 1e-2}, rollout={**FORM, "max_completion_tokens": 80}, model="start",
-        rewards=functions("correctness", "format"), long=True),
+        warm_start={"steps": 120, "learning_rate": 1e-2}, model="start", rewards=functions("correctness", "format"), long=True,
+        rollout={**FORM, "max_completion_tokens": 80, "temperature": 0.5}),  # at 1 some processors draw an end now and then
     ill("a tokenizer that names the wrong end, once more", "talks-on", model="schooled_endless", training=steps(6),
         rollout={"max_completion_tokens": 64}),
     ill("length is paid, once more", "length-creep", model="schooled", training=steps(24), rollout={"max_completion_tokens": 96},

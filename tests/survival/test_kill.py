@@ -35,9 +35,9 @@ def test_a_killed_run_ends_where_the_uninterrupted_one_ends():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["episodes", "episodes that fork"])
-def test_a_run_killed_in_the_middle_of_an_episode_ends_there_too(kind):
-    kill([kind], kills=3, seed=1)
+@pytest.mark.parametrize(("kind", "kills"), [("episodes", 3), ("episodes that fork", 1)])
+def test_a_run_killed_in_the_middle_of_an_episode_ends_there_too(kind, kills):
+    kill([kind], kills=kills, seed=1)
 
 
 @pytest.mark.soak
