@@ -127,10 +127,10 @@ def test_the_first_process_reads_for_all_but_where_there_is_an_adapter(small_con
 
 @pytest.mark.soak
 def test_only_the_first_of_two_real_processes_ever_holds_the_whole_model(small_config, tmp_path):
-    """Weights of 272 MiB: the second process holds its half, and the largest module while that is divided."""
+    """Weights of 200 MiB, nearly all of them in layers: the second process holds its half, and a layer while that is divided."""
     model = write_tiny_llama(
         tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=20_000, tie_word_embeddings=False,
+        num_key_value_heads=8, vocab_size=2_000, tie_word_embeddings=False,
     )  # fmt: skip
     whole = (model / "model.safetensors").stat().st_size
     config = small_config(model={"name": str(model)}, training={"sharding": "fsdp2"})
@@ -138,6 +138,5 @@ def test_only_the_first_of_two_real_processes_ever_holds_the_whole_model(small_c
     assert launch_two(config, tmp_path, tmp_path, script=script, program=sys.executable) == 0
     first, second = (int((tmp_path / f"peak-{rank}").read_text()) / whole for rank in range(2))
     print(f"of the weights' size: the first process {first:.2f}, the second {second:.2f}")
-    assert first > 1.2
-    assert second < 1.4
-    assert second < first - 0.4
+    assert first < 1.3
+    assert second < 0.9
