@@ -123,7 +123,7 @@ class Batch:
             segment_S=torch.tensor([number for c in chosen for number in c.segments], dtype=torch.long),
             place_T=torch.repeat_interleave(before_N, lengths_N) + torch.arange(len(logprobs_T)),
             sampler_logprobs_T=logprobs_T.to(device),
-            weights_T=torch.zeros(len(logprobs_T), device=device),
+            weights_T=torch.zeros(len(logprobs_T), dtype=torch.float32, device=device),
         )
 
     def __len__(self) -> int:

@@ -526,6 +526,21 @@ def test_restricted_sampling_reaches_the_engine(make_engine, make_prompts, tiny_
             assert (best == torch.tensor(completion.token_ids)[:, None]).any(1).all()
 
 
+@pytest.mark.parametrize("restricted", [{}, {"top_k": 3}], ids=["plain", "top-k"])
+def test_log_probabilities_do_not_depend_on_the_default_dtype(restricted, make_engine, make_prompts, ids_of):
+    """Which the program around sets, or transformers for the moment in which another thread builds a model."""
+    settings = SamplingSettings(max_tokens=10, **restricted)
+    engine, prompts = make_engine(), make_prompts(LENGTHS)
+    expected = engine.sample(prompts, 2, settings, seed=0, scope="s")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = engine.sample(prompts, 2, settings, seed=0, scope="s")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert ids_of(found) == ids_of(expected)
+    assert recorded(found).tolist() == recorded(expected).tolist()
+
+
 @pytest.mark.slow
 def test_the_embedded_model_answers_and_ends_its_turn(embedded_model_folder):
     """Real weights, their tokenizer and template. In fp32: the two likeliest first tokens are 0.1 nats apart, which bf16 may turn round."""

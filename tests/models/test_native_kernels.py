@@ -65,6 +65,14 @@ def numbers(dtype):
     return partial(random, dtype)
 
 
+@pytest.fixture(params=[FP32, torch.float64], ids=["", "fp64-by-default"])
+def default_dtype(request):
+    """PyTorch's for new tensors, which a program may set."""
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(FP32)
+
+
 def close(found, expected, roundings=1):
     """Within so many roundings of the exact numbers, and of their size where terms cancel."""
     exact, tolerance = expected.double(), roundings * ROUNDING[found.dtype]
@@ -78,6 +86,7 @@ def exact_norm(x, weight, offset=0.0, epsilon=1e-5):
 
 @needs_kernels
 @pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.usefixtures("default_dtype")
 def test_norm_and_its_gradients(numbers, offset):
     x, weight, grad, residual = numbers(130, 48), numbers(48), numbers(130, 48), numbers(130, 48)
     assert calls.fits(x, 48)
@@ -85,6 +94,7 @@ def test_norm_and_its_gradients(numbers, offset):
     assert not calls.fits(x.half(), 48)
     assert not calls.fits(x.double(), 48)
     out, scales = calls.norm(x, weight, 1e-5, offset)
+    assert scales.dtype == FP32
     close(out, exact_norm(x, weight, offset), 2)
     inputs = [x.double().requires_grad_(), weight.double().requires_grad_()]
     exact_norm(*inputs, offset).backward(grad.double())
@@ -160,6 +170,7 @@ def test_rotary_embedding(numbers, dtype, inverse):
 @needs_kernels
 @pytest.mark.parametrize("window", [None, 5, 18])
 @pytest.mark.parametrize(("keys", "offset"), [(7, -1), (48, -1), (21, 9), (40, 28)])
+@pytest.mark.usefixtures("default_dtype")
 def test_softmax_of_scores_and_its_gradient(numbers, keys, offset, window):
     """12 queries of 3 heads in 4 batches; with an offset, query i sees offset + i + 1 keys; with a window, the last so many of them."""
     batches, queries, unit = 4, 12, 3

@@ -381,7 +381,7 @@ class DecodeStep:
         own, groups, prompts = torch.tensor(own_lengths), torch.tensor(group_of_row), torch.tensor(prompt_lengths)
         return cls(
             keys=torch.tensor(keys, device=device), last_tokens=torch.tensor(last_tokens, device=device),
-            last_logprobs=torch.zeros(len(keys), device=device), own_lengths=own.to(device),
+            last_logprobs=torch.zeros(len(keys), dtype=torch.float32, device=device), own_lengths=own.to(device),
             turn_starts=torch.tensor(turn_starts, device=device), positions=(prompts[groups] + own).to(device),
             group_of_row=groups.to(device), prompt_lengths=prompts.to(device),
             room=cache.fillable, lanes=None if cache.native else Lanes.plan(

@@ -58,11 +58,11 @@ class Draw:
         self.settings, self.vocabulary, self.device = settings, vocabulary, device
         self._plain = settings.greedy or (settings.top_k is None and settings.top_p >= 1.0 and settings.min_p == 0.0)
         self._blocks = -(-vocabulary // _BLOCK)
-        self._buffer = torch.empty(0, self._blocks * _BLOCK, device=device)
+        self._buffer = torch.empty(0, self._blocks * _BLOCK, dtype=torch.float32, device=device)
 
     def _weights(self, rows: int) -> Tensor:
         if len(self._buffer) < rows:
-            self._buffer = torch.zeros(rows, self._blocks * _BLOCK, device=self.device)
+            self._buffer = torch.zeros(rows, self._blocks * _BLOCK, dtype=torch.float32, device=self.device)
         return self._buffer[:rows]
 
     def __call__(self, logits: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -330,7 +330,7 @@ def decode_layers(
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """``rms_norm`` of ``[..., D]``, and the factor of each row, fp32 ``[..., 1]``."""
-    out, scales = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
+    out, scales = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     width = x.shape[-1]
     addresses = (x, weight, out, scales)
     _function("gw_norm", x)(*(tensor.data_ptr() for tensor in addresses), x.numel() // width, width, epsilon, offset)
@@ -343,7 +343,7 @@ def norm_backward(
     """Gradients of ``x`` (with ``residual`` added, if given) and of ``weight``."""
     width = x.shape[-1]
     rows = x.numel() // width
-    out, parts = torch.empty_like(x), torch.empty(-(-rows // _NORM_CHUNK), width)
+    out, parts = torch.empty_like(x), x.new_empty(-(-rows // _NORM_CHUNK), width, dtype=torch.float32)
     residual = None if residual is None else residual.contiguous()  # a sum's gradient is one number, expanded
     added = None if residual is None else residual.data_ptr()
     _function("gw_norm_backward", grad)(
@@ -367,7 +367,8 @@ def soften(scores: Tensor, queries: int, unit: int, offset: int, low: Tensor | N
     Lines of ``scores`` ``[..., keys]`` are ``queries`` x ``unit`` heads, again and again. Query i sees the first ``offset + i + 1`` keys
     (all for a negative ``offset``), those before ``low[i]`` left out (int64 ``[queries]``); what it does not see becomes 0.
     """
-    top, total = scores.new_empty(*scores.shape[:-1], 1), torch.empty(*scores.shape[:-1], 1)
+    top = scores.new_empty(*scores.shape[:-1], 1)
+    total = torch.empty_like(top, dtype=torch.float32)
     addresses = [x.data_ptr() for x in (scores, top, total)]
     first = None if low is None else low.data_ptr()
     _function("gw_soften", scores)(*addresses, first, total.numel(), scores.shape[-1], queries, unit, offset)
