@@ -6,6 +6,7 @@ import json
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,6 +290,19 @@ def test_what_is_kept_belongs_to_one_shape_dtype_and_version(own_cache, monkeypa
     monkeypatch.setattr(torch, "__version__", "2.99")
     keys.add(fast_paths._key(SHAPE, BF16, CPU))
     assert len(keys) == 4
+
+
+def test_what_is_kept_for_a_gpu_belongs_to_one_version_of_triton(tmp_path, monkeypatch):
+    card = SimpleNamespace(name="a card", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    keys = {fast_paths._key(SHAPE, BF16, torch.device("cuda"))}
+    for version in ("0.1", "0.2"):
+        about = tmp_path / version / f"triton-{version}.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path / version)
+        keys.add(fast_paths._key(SHAPE, BF16, torch.device("cuda")))
+    assert len(keys) == 3
 
 
 def test_where_a_model_lies_and_how_its_file_was_written_do_not_matter(tmp_path):

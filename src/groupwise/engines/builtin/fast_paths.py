@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -495,7 +496,10 @@ def _key(config: Any, dtype: torch.dtype, device: torch.device) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "")()
-        where = [device.type, properties.name, f"{properties.major}.{properties.minor}", str(driver), str(torch.version.cuda)]
+        triton = next((found.version for found in metadata.distributions(name="triton")), None)
+        where = [
+            device.type, properties.name, f"{properties.major}.{properties.minor}", str(driver), str(torch.version.cuda), str(triton)
+        ]  # fmt: skip
     parts = [
         where, [torch.__version__, transformers.__version__, build.kernels().description], str(dtype), shape,
         calls.offered(dtype),  # a container may forbid matrix units that the processor has
