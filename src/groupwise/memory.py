@@ -25,6 +25,7 @@ __all__ = [
     "available_memory_bytes",
     "blocks_of_their_own",
     "give_back_freed_memory",
+    "is_shortage",
     "keep_freed_memory",
     "own_memory",
     "peak_memory_bytes",
@@ -274,6 +275,14 @@ def ran_out_on_device(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _OF_A_DEVICE.search(str(error)) is not None
     )
+
+
+_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory", "Failed to CUDA calloc")
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an allocation failed, of the host's memory or a device's."""
+    return isinstance(error, MemoryError) or ran_out_on_device(error) or any(sign in str(error) for sign in _SIGNS)
 
 
 def reclaim_memory() -> None:

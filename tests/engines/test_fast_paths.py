@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from contextlib import contextmanager
@@ -106,9 +107,19 @@ def test_one_that_fails_is_left_out_and_the_plain_way_is_set(decoder, monkeypatc
     assert states[-1] is False
 
 
-def test_where_memory_was_short_it_is_tried_another_time(decoder, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_where_memory_or_the_disk_was_short_it_is_tried_another_time(decoder, monkeypatch, error):
     def short(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     path = a_path(lambda yes: monkeypatch.setattr(fast_paths.decoding, "decode", short if yes else _decode))
     choice, lasting = choose(path, decoder)

@@ -19,7 +19,7 @@ import torch
 
 from groupwise.engines.base import Engine, SampleRequest, SamplingSettings, text_of
 from groupwise.importing import in_one_line
-from groupwise.memory import ran_out_on_device
+from groupwise.memory import is_shortage
 from groupwise.types import Problem, Prompt
 
 __all__ = ["Choice", "FullError", "Sampler", "pieces_of"]
@@ -170,7 +170,7 @@ class Sampler:
                 logger.warning("sampling failed: %s", in_one_line(error))
                 for choice in batch:
                     self._fail(choice, f"sampling failed ({in_one_line(error)}): ask for fewer or shorter answers")
-                if not _is_of_memory(error):
+                if not is_shortage(error):  # a smaller batch may fit
                     failed.add(batch[0].prompt_ids)
             if _tokens(batch) > before:
                 failed.clear()
@@ -279,8 +279,3 @@ def _positions(choices: Sequence[Choice]) -> int:
 
 def _tokens(choices: Sequence[Choice]) -> int:
     return sum(len(choice.token_ids) for choice in choices)
-
-
-def _is_of_memory(error: Exception) -> bool:
-    """Whether a smaller batch may fit."""
-    return isinstance(error, MemoryError) or ran_out_on_device(error) or "allocate memory" in str(error)

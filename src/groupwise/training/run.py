@@ -19,7 +19,7 @@ from groupwise.engines.wrappers import DealtEngine
 from groupwise.episodes import EpisodeEngine
 from groupwise.errors import GroupwiseError, StoppedError, TrainingError
 from groupwise.evaluation import Evaluation, evaluate_stage
-from groupwise.memory import KeptMemory, peak_memory_bytes, release_freed_memory
+from groupwise.memory import KeptMemory, is_shortage, peak_memory_bytes, release_freed_memory
 from groupwise.metrics import Max, Mean, Metric, Sum, values
 from groupwise.models.load import Policy
 from groupwise.models.scorer import Scorer
@@ -41,7 +41,7 @@ from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
 from groupwise.training.sharding import Sharding, with_whole_weights
-from groupwise.training.short_memory import is_shortage, planned, rows_that_fit, tokens_that_fit
+from groupwise.training.short_memory import planned, rows_that_fit, tokens_that_fit
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow

@@ -16,7 +16,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.errors import ModelError, TrainingError
-from groupwise.memory import available_memory_bytes, ran_out_on_device
+from groupwise.memory import available_memory_bytes, is_shortage
 from groupwise.models.devices import with_dtype
 from groupwise.models.load import resolve_device
 from groupwise.models.saving import free_disk_bytes
@@ -28,7 +28,7 @@ from groupwise.tracking import RunFolder
 from groupwise.training.checkpoint_folder import latest_checkpoint
 
 __all__ = [
-    "SHORT_OF_MEMORY", "SHORT_WHILE_JUDGING", "Shortage", "checkpoint_note", "disk_note", "explain_short_memory", "is_shortage",
+    "SHORT_OF_MEMORY", "SHORT_WHILE_JUDGING", "Shortage", "checkpoint_note", "disk_note", "explain_short_memory",
     "memory_shortage", "planned", "rows_that_fit", "tokens_that_fit",
 ]  # fmt: skip
 
@@ -40,7 +40,6 @@ SHORT_OF_MEMORY = (
 SHORT_WHILE_JUDGING = "lower rollout.max_concurrent_sequences or evaluation.max_completion_tokens, or set model.quantization"
 _CONTEXT = 400 * 2**20
 """Of what a plan allows for a process on a GPU, the driver's context, which is there once one asks how much is free."""
-_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory", "not enough memory", "Failed to CUDA calloc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +232,6 @@ def explain_short_memory(saved: Callable[[], str] = str, remedy: str = SHORT_OF_
             left = ""
         about = "; ".join(part for part in (remedy, left) if part)
         raise TrainingError(f"memory ran out ({_first_line(error)}): {about}") from error
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether an allocation failed, of the host's memory or a device's."""
-    return isinstance(error, MemoryError) or ran_out_on_device(error) or any(sign in str(error) for sign in _SIGNS)
 
 
 def _first_line(error: BaseException) -> str:

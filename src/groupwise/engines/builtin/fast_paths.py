@@ -38,7 +38,7 @@ from groupwise.engines.builtin.chunked_prefill import PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import takes_native
-from groupwise.memory import ran_out_on_device, reclaim_memory
+from groupwise.memory import is_shortage, reclaim_memory
 from groupwise.models import attention, logprobs, merging, ops, varlen_attention
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.devices import product_gives_fp32, wait_for
@@ -258,8 +258,8 @@ def _check(config: Any, dtype: torch.dtype, device: torch.device, key: str) -> l
 
 
 def choose(path: FastPath, decoder: Decoder) -> tuple[Choice, bool]:
-    """Compare ``path`` with the plain way on ``decoder``. Returns the choice, and whether it would be the same another time: memory may be
-    short just now."""
+    """Compare ``path`` with the plain way on ``decoder``. Returns the choice, and whether it would be the same another time: memory or
+    the disk may be short just now."""
     measured: list[Measured] = []
     tolerance = TOLERANCE[decoder.dtype]
     try:
@@ -273,10 +273,10 @@ def choose(path: FastPath, decoder: Decoder) -> tuple[Choice, bool]:
                 break
     except Exception as error:  # whatever a kernel does on hardware that it has not met
         path.switch(False)
-        short = ran_out_on_device(error)
+        passing = isinstance(error, OSError) or is_shortage(error)
         why = f"it failed ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]})"
-        choice, lasting = Choice(path.name, False, False, why, tuple(measured)), not short
-        if short:
+        choice, lasting = Choice(path.name, False, False, why, tuple(measured)), not passing
+        if passing:
             reclaim_memory()
     else:
         lasting = True
