@@ -194,6 +194,18 @@ def test_a_frozen_narrow_head_is_as_exact_as_a_trained_one(certain: float) -> No
     assert (frozen - want).norm() <= 0.03 * want.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("logit", [20.0, 19.7])
+@pytest.mark.parametrize("temperature", [0.7, 0.01, 1e-4, 1e-6])
+def test_a_certain_token_has_a_log_probability_of_0(temperature: float, logit: float, dtype: torch.dtype) -> None:
+    """The other logits are 0, and their probabilities underflow."""
+    targets = torch.arange(0, VOCABULARY, 4)
+    weight = torch.eye(VOCABULARY, dtype=dtype)
+    hidden = (logit * weight[targets]).requires_grad_()
+    for head in (weight, weight.clone().requires_grad_()):
+        assert token_logprobs(hidden, head, targets, temperature).tolist() == [0.0] * len(targets)
+
+
 def test_large_logits_do_not_overflow() -> None:
     hidden, weight, targets, grad = inputs(2 * ROWS)
     ours, expected = token_logprobs(hidden * 100, weight, targets), plain_logprobs(hidden * 100, weight, targets, 1.0)

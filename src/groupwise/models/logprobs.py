@@ -126,7 +126,8 @@ def _take_slice(
     """Of some rows and one slice of the vocabulary; returns their logits, before the temperature, in ``out`` if there is one."""
     logits = product(hidden[rows], weight[columns].t(), out=out)
     inside, place = _place(targets[rows], columns)
-    chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0].float() / temperature, chosen[rows])
+    factor = 1 / torch.tensor(temperature, dtype=torch.float32)  # rounded as the kernel rounds it, or a certain token's is not 0
+    chosen[rows] = torch.where(inside, logits.gather(1, place)[:, 0].float() * factor, chosen[rows])
     native.take_logits(logits, top[rows], total[rows], None if weighted is None else weighted[rows], temperature)
     return logits
 

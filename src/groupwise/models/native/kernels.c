@@ -632,9 +632,10 @@ void gw_take_logits(
             vec l = load_part(in + i, columns - i);
             most = larger(pick(counting() < (float)(columns - i), l, most), most);
         }
-        const float before = top[row], highest = fmaxf(before, largest(most) * factor);
+        const float peak = largest(most), before = top[row], highest = fmaxf(before, peak * factor);
+        const float below = fminf(peak * factor - before, 0); /* how far the slice's maximum lies below the highest */
         for (int64_t i = 0; i < columns; i += LANES) {
-            vec moved = load_part(in + i, columns - i) * factor - highest;
+            vec moved = (load_part(in + i, columns - i) - peak) * factor + below; /* 0 at the maximum, also where it is fused */
             vec w = pick(counting() < (float)(columns - i), exponential(moved), splat(0));
             sums += w;
             products += w * moved;
