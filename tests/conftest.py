@@ -77,7 +77,8 @@ _CACHE = pytest.StashKey[Path]()
 
 def _make_cache() -> Path:
     """A cache of this session, for its workers and all that they start. Of the user's it shows what does not come of tests."""
-    user = Path(os.environ.get("GROUPWISE_CACHE") or Path.home() / ".cache" / "groupwise").expanduser()
+    cache = os.environ.get("GROUPWISE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "groupwise"
+    user = Path(cache).expanduser()
     session = Path(tempfile.mkdtemp(prefix="groupwise-cache-"))
     (session / "user").symlink_to(user)
     for kept in user.glob("*"):

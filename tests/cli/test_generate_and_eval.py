@@ -337,8 +337,9 @@ def test_a_base_that_an_adapter_s_run_trusted_is_not_trusted_by_merge(groupwise,
     assert (tmp_path / "ran").exists()
 
 
-def test_an_adapter_that_no_run_made_goes_into_the_base_that_it_names(tmp_path):
-    """A config.yaml in a folder above it may be of other models, or of another tool."""
+def test_an_adapter_that_no_run_made_goes_into_the_base_that_it_names(tmp_path, monkeypatch):
+    """A config.yaml in a folder above it may be of other models, or of another tool. It takes no cache."""
+    monkeypatch.setenv("GROUPWISE_CACHE", "~nobody-of-that-name")
     adapter = tmp_path / "project" / "out" / "checkpoint-100"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Org/Base"}))

@@ -385,9 +385,11 @@ def test_what_was_kept_and_cannot_be_read_is_found_anew(own_cache, content):
     assert json.loads(file.read_text()) != content
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["file", "~nobody-of-that-name"])
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, place):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "file"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GROUPWISE_CACHE", place)
     assert check_fast_paths(SHAPE, torch.float16, CPU) == []
 
 

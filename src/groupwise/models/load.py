@@ -39,7 +39,7 @@ from groupwise.models.adapters import (
     why_not_mergeable,
 )
 from groupwise.models.devices import check_device_map, device_map_arguments, input_device, remove_with, with_dtype
-from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder, ensure_embedded_model
+from groupwise.models.embedded import EMBEDDED_FOLDER, EMBEDDED_NAME, ensure_embedded_model
 from groupwise.models.families import FAMILIES, experts_of, longrope_positions
 from groupwise.models.folder import (
     adapter_in,
@@ -256,7 +256,7 @@ def base_under(adapter: Path, revision: str | None = None) -> tuple[str, str | N
     """``model.name`` of what the adapter in this folder belongs to, and its revision on the Hub, if any: ``revision`` goes before its
     own."""
     base, own = base_of(adapter)
-    if Path(base).name == embedded_folder().name and not Path(base).is_dir():  # made on another machine
+    if Path(base).name == EMBEDDED_FOLDER and not Path(base).is_dir():  # made on another machine
         base = EMBEDDED_NAME
     return base, None if base == EMBEDDED_NAME or is_folder_name(base) else revision or own
 

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from groupwise.errors import ModelError
 from groupwise.report.curves import short
 from groupwise.report.page import pack_columns, pack_json
 from groupwise.tracking.files import finite
@@ -272,9 +273,9 @@ def local_folder(name: str, revision: str | None) -> Path | None:
     from groupwise.models.embedded import EMBEDDED_NAME, embedded_folder
     from groupwise.models.folder import is_folder_name
 
-    if name == EMBEDDED_NAME:
-        return embedded_folder()
-    with suppress(OSError, RuntimeError):  # it may not be looked for there, or no such home folder is known
+    with suppress(OSError, RuntimeError, ModelError):  # it may not be looked for there, or no such home folder is known
+        if name == EMBEDDED_NAME:
+            return embedded_folder()
         if is_folder_name(name):
             return Path(name).expanduser()
     try:

@@ -38,7 +38,8 @@ from groupwise.engines.builtin.chunked_prefill import PrefillChunk
 from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import takes_native
-from groupwise.memory import is_shortage, reclaim_memory
+from groupwise.errors import ModelError
+from groupwise.memory import ran_out_on_device, reclaim_memory
 from groupwise.models import attention, logprobs, merging, ops, varlen_attention
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.devices import product_gives_fp32, wait_for
@@ -516,7 +517,7 @@ def _kept(key: str) -> list[Choice] | None:
     """None where nothing is kept, or what is kept cannot be read."""
     try:
         return _read(json.loads(_file(key).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, ModelError):  # the last: no home folder is known
         return None
 
 
@@ -532,5 +533,5 @@ def _keep(key: str, choices: Sequence[Choice]) -> None:
     try:
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(_file(key), json.dumps([choice.to_json() for choice in choices], indent=1).encode())
-    except OSError:
+    except (OSError, ModelError):
         pass  # it is checked again another time
