@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from groupwise.config import Config, build_config, build_known, dump_config, load_config, recipes
+from groupwise.config.dialect import SettingsLoader, plain_yaml
 from groupwise.config.load import changed_settings, load_run_config
 from groupwise.errors import ConfigError
 
@@ -284,11 +285,23 @@ def test_a_leaf_that_several_sections_have_lists_the_candidates():
         ("training: [unclosed\n", "is not valid YAML at line 2"),
         ("- a\n- b\n", "but a config is a mapping of sections"),
         ("training: {steps: 1}\ntraining: {seed: 1}\n", "training is set twice (again on line 2)"),
+        ("training: {<<: {seed: 1}, steps: 1, steps: 2}\n", "steps is set twice (again on line 1)"),
+        ("training:\n  seed: 1\x07\n", "is not valid YAML at line 2, column 10 (the character U+0007 is not allowed): correct"),
         ("training: 5\n", "training is 5, but must be a section of settings"),
     ],
 )
 def test_a_broken_file_gets_one_sentence(text, said, tmp_path):
     assert said in refusal(source=written(tmp_path, text))
+
+
+def test_a_mapping_may_be_merged_into_others(tmp_path):
+    config = load_config(written(tmp_path, "training: &own {seed: 3}\nevaluation: {<<: *own, problems: 5}\n"))
+    assert (config.training.seed, config.evaluation.seed, config.evaluation.problems) == (3, 3, 5)
+
+
+def test_a_mapping_s_own_keys_go_before_merged_ones_wherever_it_is_merged_itself():
+    text = "a: &a {x: 1, y: 1}\nb: {c: &c {<<: *a, x: 2}}\nd: {<<: *c, y: 3}\n"
+    assert plain_yaml(text, SettingsLoader) == {"a": {"x": 1, "y": 1}, "b": {"c": {"x": 2, "y": 1}}, "d": {"x": 2, "y": 3}}
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):

@@ -13,6 +13,7 @@ __all__ = ["SettingsLoader", "plain_yaml", "where", "yaml_text"]
 
 MOST_VALUES = 100_000
 """Most values in one YAML file, with its aliases written out: a settings file has hundreds."""
+_TEXT = "tag:yaml.org,2002:str"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -21,7 +22,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     breaks = any(c in text for c in "\x85\u2028\u2029")
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
+    return dumper.represent_scalar(_TEXT, text, style='"' if breaks else None)
 
 
 _Dumper.add_representer(str, _text_node)
@@ -36,16 +37,18 @@ class SettingsLoader(yaml.SafeLoader):
     """YAML as its authors expect it: 1e-5 is a number (YAML 1.1 wants 1.0e-5), 010 is no 8 and 1:30 no 90, and a key given twice is an
     error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Looks for doubled keys before merges (``<<``) bring others among them, which a mapping's own replace."""
+        node = super().compose_mapping_node(anchor)
         seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                line = key_node.start_mark.line + 1
-                raise ConfigError(f"{key} is set twice (again on line {line}), but a setting is set once: remove one of them")
-            if isinstance(key, str):
-                seen.add(key)
-        return super().construct_mapping(node, deep=deep)
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT:
+                continue
+            if key.value in seen:
+                again = f"{key.value} is set twice (again on line {key.start_mark.line + 1})"
+                raise ConfigError(f"{again}, but a setting is set once: remove one of them")
+            seen.add(key.value)
+        return node
 
 
 _INT = "tag:yaml.org,2002:int"
@@ -60,7 +63,12 @@ SettingsLoader.add_implicit_resolver(
 
 def plain_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """What ``text`` says in YAML. Raises yaml.YAMLError for whatever is no YAML, and for what would grow by its aliases."""
-    reader = loader(text)
+    try:
+        reader = loader(text)
+    except yaml.reader.ReaderError as error:  # which does not say where
+        lines = (text[: error.position] + "x").splitlines()
+        mark = yaml.Mark("", error.position, len(lines) - 1, len(lines[-1]) - 1, None, 0)
+        raise yaml.MarkedYAMLError(problem=f"the character U+{error.character:04X} is not allowed", problem_mark=mark) from None
     try:
         root = reader.get_single_node()
         if root is None:
