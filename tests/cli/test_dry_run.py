@@ -312,6 +312,20 @@ def test_a_reward_of_an_environment_that_is_not_there_is_refused(groupwise, smal
     assert f"reward '{reward}' is what an environment gave, but rollout.environment is null: name one" in said
 
 
+def test_where_no_folder_can_be_made_a_run_that_named_none_is_refused_before_its_data_are_read(
+    groupwise, small, no_weights, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert groupwise("train", "quickstart", *small, "--dry-run").exit_code == 0
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs").write_text("mine", encoding="utf-8")
+    for module in ("setup", "start"):
+        monkeypatch.setattr(f"groupwise.training.{module}.prepare", None)
+    said = "the run's folder 'runs' cannot be written (Not a directory: runs): a run needs a writable folder"
+    assert said in refusal(groupwise, *small)
+    assert said in groupwise("train", "quickstart", *small).stderr
+
+
 def test_epochs_beyond_counting_are_refused(groupwise, small):
     assert "training.epochs is 1e+308, which is more steps than can be counted" in refusal(
         groupwise, *(one for one in small if not one.startswith("training.steps")), "training.epochs=1e308"

@@ -23,7 +23,7 @@ from groupwise.tracking import RunFolder
 from groupwise.tracking.environment import code_revision, processor_name
 from groupwise.tracking.files import json_text
 from groupwise.tracking.reading import answer_style, read_run
-from groupwise.tracking.run_folder import check_named, cut_back
+from groupwise.tracking.run_folder import check_new, cut_back
 from groupwise.tracking.text import HIDDEN, hide_secrets, hide_secrets_in_command, hide_shaped_secrets
 
 
@@ -92,7 +92,7 @@ def test_a_file_in_its_place_is_named(tmp_path):
 def test_a_place_that_may_not_be_looked_into_is_named(tmp_path, deny):
     deny("exists")
     with pytest.raises(ConfigError, match=r"closed/run' cannot be written \(Permission denied: .*output\.folder"):
-        check_named(tmp_path / "closed" / "run")
+        check_new(tmp_path / "closed" / "run")
 
 
 def test_a_name_that_is_not_utf_8_is_refused_before_anything_is_made(tmp_path, monkeypatch):

@@ -132,13 +132,13 @@ def _dry_run(
     from groupwise.distributed import world_size
     from groupwise.doctor import diagnose_prepared, refuse
     from groupwise.models.devices import with_dtype
-    from groupwise.tracking.run_folder import check_named
+    from groupwise.tracking.run_folder import check_new
     from groupwise.training.resume import would_resume
     from groupwise.training.setup import prepare
 
     folder = run_folder or (Path(config.output.folder) if config.output.folder else None)
-    if folder is not None and not resume:
-        check_named(folder.expanduser())
+    if not resume:
+        check_new(folder and folder.expanduser())
     if resume:  # what the run's own settings are compared with
         config = config.model_copy(update={"model": with_dtype(config.model)})
     processes = max(num_processes, world_size())

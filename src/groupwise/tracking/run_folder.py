@@ -363,16 +363,18 @@ def close_all(handles: Iterable[int | None]) -> None:
 
 
 def make_named(path: Path) -> Path:
-    check_named(path)
+    check_new(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def check_named(path: Path) -> None:
-    """Raise ConfigError for a folder that a new run cannot have; leave nothing."""
+def check_new(named: Path | None) -> None:
+    """Raise ConfigError where a new run cannot have the folder ``named``, or, without one, make its own; leave nothing."""
+    path = named or Path("runs")
     check_is_utf8(path)
     try:
-        check_unused(path)
+        if named is not None:
+            check_unused(path)
         try_folder(path)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # the command says which name

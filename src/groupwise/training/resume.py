@@ -19,7 +19,7 @@ from groupwise.evaluation import Evaluation
 from groupwise.evaluation.figures import figures
 from groupwise.tracking import RunFolder
 from groupwise.tracking.reading import fitting_config, read_settings
-from groupwise.tracking.run_folder import base_name, check_named, ending_of, is_unused
+from groupwise.tracking.run_folder import base_name, check_new, ending_of, is_unused
 from groupwise.tracking.text import hide_secrets
 from groupwise.training.checkpoint_folder import latest_checkpoint, newest_sound_checkpoint, read_state, set_damaged_aside
 from groupwise.training.setup import Prepared
@@ -241,7 +241,7 @@ def would_resume(path: Path, prepared: Prepared, accept: bool, processes: int = 
     said: list[str] = []
     config, folder = prepared.config, RunFolder(path)
     if not path.is_dir() or is_unused(path):
-        check_named(path)
+        check_new(path)
         return [f"There is no run in {path} yet: it would begin with the first step."], True
     folder.check_is_run()
     if folder.is_in_use():

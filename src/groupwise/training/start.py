@@ -38,7 +38,7 @@ from groupwise.models.scorer import Scorer, make_scorer
 from groupwise.rewards.load import Rewards
 from groupwise.threads import fix_threads
 from groupwise.tracking import ConsoleTracker, RunFolder, Trackers, make_trackers
-from groupwise.tracking.run_folder import check_named, cut_back, ending_of, set_ending_aside
+from groupwise.tracking.run_folder import check_new, cut_back, ending_of, set_ending_aside
 from groupwise.training.checkpoint import MODEL
 from groupwise.training.checkpoint_folder import find_checkpoint, latest_checkpoint, read_state
 from groupwise.training.resume import (
@@ -209,8 +209,8 @@ def start(
     config = config.model_copy(update={"model": with_dtype(config.model)})  # the run's config.yaml says which one it was
     said: list[str] = []
     own = folder_of(config, run_folder)
-    if own is not None and not resume:  # before data are read and rewards are tried
-        world.on_rank0(partial(check_named, own.expanduser()))
+    if not resume:  # before data are read and rewards are tried
+        world.on_rank0(partial(check_new, own and own.expanduser()))
     wanted = own if resume else None
 
     def named() -> Path | None:
