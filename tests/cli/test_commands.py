@@ -12,9 +12,11 @@ import typer
 
 from groupwise import streams
 from groupwise.cli import main
-from groupwise.cli.options import start_processes
+from groupwise.cli.models import generate
+from groupwise.cli.options import check_device_map, start_processes
 from groupwise.config import explain, load_config, recipes
 from groupwise.distributed import launch
+from groupwise.errors import ConfigError
 
 COMMANDS = [
     ["train"],
@@ -40,6 +42,39 @@ def test_several_processes_import_from_where_the_command_does(monkeypatch, spec,
     with pytest.raises(typer.Exit):
         start_processes(2)
     assert started == [[sys.executable, *own, "-m", "groupwise", *sys.argv[1:]]]
+
+
+def test_one_of_several_processes_starts_no_others(monkeypatch):
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("started"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    start_processes(2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="--num-processes is 2, but .* started 1: .*unset RANK WORLD_SIZE"):
+        start_processes(2)
+    check_device_map("auto", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["any", "--resume"], "--resume goes on with the records of an --out"),
+        (["evaluation.problems=3"], "groupwise eval needs a model to judge"),
+        (["any", "evaluation.problms=3"], "evaluation.problms is not a setting"),
+    ],
+)
+def test_what_eval_cannot_do_is_told_before_several_processes_are_started(groupwise, monkeypatch, words, said):
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("started"))
+    result = groupwise("eval", *words, "--num-processes", "2")
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_questions_from_a_closed_standard_input_are_refused(monkeypatch, processes):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match="standard input is closed"):
+        generate("any", num_processes=processes)
 
 
 @pytest.mark.parametrize("command", [[], ["data"]])

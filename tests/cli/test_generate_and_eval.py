@@ -696,6 +696,7 @@ def test_eval_says_where_it_judges_what_a_run_was_trained_on(groupwise, own_data
 def test_processes_do_not_lay_a_model_over_all_devices_each(groupwise, tiny_model, problems, monkeypatch):
     """Neither by the option nor by the setting of that name."""
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for words in (["--device-map", "auto"], ["model.device_map=auto"]):
         refused = groupwise("eval", tiny_model, "--data", problems, *words)
         assert refused.exit_code == 2

@@ -74,17 +74,20 @@ def evaluate(
     out = out.expanduser() if out is not None else None  # of --out=~/x a shell leaves the tilde
     if out is not None and os.environ.get("RANK", "0") == "0":
         _check_out(out)
-    start_processes(num_processes)
-    from groupwise.cli.show import console, print_json
-    from groupwise.distributed import is_first_process
+    from groupwise.config.load import read_overrides
     from groupwise.errors import ConfigError, DataError
-    from groupwise.evaluation.models import data_overrides
 
     if resume and out is None:
         raise ConfigError(
             "--resume goes on with the records of an --out, and none is given: name the same --out FILE.jsonl as before"
         )
     models, overrides = _models_and_settings(words)
+    read_overrides(overrides)  # for what is misspelt in them: told once, and before torch is imported
+    start_processes(num_processes)
+    from groupwise.cli.show import console, print_json
+    from groupwise.distributed import is_first_process
+    from groupwise.evaluation.models import data_overrides
+
     options = [f"evaluation.samples={samples}"] if samples else []
     options += [f"evaluation.shots={shots}"] if shots is not None else []
     options += [f"model.device_map={device_map}"] if device_map else []

@@ -54,6 +54,8 @@ def generate(
     from groupwise.errors import ConfigError
 
     check_device_map(device_map, num_processes)
+    if prompt is None and sys.stdin is None:
+        raise ConfigError("standard input is closed, so that there is no question: give a PROMPT, or lines of standard input")
     many = num_processes > 1 or world_size() > 1
     if many and (prompt is not None or sys.stdin.isatty()):
         raise ConfigError("several processes divide lines of standard input, and there are none: give them, or start one process")

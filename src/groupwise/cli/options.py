@@ -81,9 +81,12 @@ NumProcesses = Annotated[
 
 def check_device_map(device_map: str | None, processes: int) -> None:
     """Raise ConfigError where one model over all devices is asked for, and several processes with one each too."""
+    if not device_map:
+        return
+    from groupwise.distributed import world_size
     from groupwise.errors import ConfigError
 
-    if device_map and (processes > 1 or "RANK" in os.environ):
+    if processes > 1 or world_size() > 1:
         raise ConfigError(
             f"model.device_map is {device_map}, which lays one model over all devices, but several processes take one each: leave one "
             "of the two out"
@@ -91,12 +94,24 @@ def check_device_map(device_map: str | None, processes: int) -> None:
 
 
 def start_processes(count: int) -> None:
-    """Run this very command ``count`` times, as one run, and exit with its code; does nothing in one of several processes."""
-    if count == 1 or "RANK" in os.environ:
+    """Run this very command ``count`` times, as one run, and exit with its code; does nothing in one of so many processes.
+
+    Raises ConfigError in one of another number of processes.
+    """
+    if count == 1:
         return
+    from groupwise.distributed import world_size
     from groupwise.distributed.launch import launch
+    from groupwise.errors import ConfigError
     from groupwise.streams import give_stdout_back
 
+    if "RANK" in os.environ:
+        if world_size() == count:
+            return
+        raise ConfigError(
+            f"--num-processes is {count}, but RANK and WORLD_SIZE in the environment say that a launcher started {world_size()}: "
+            "leave --num-processes out, or, where no launcher did, `unset RANK WORLD_SIZE`"
+        )
     give_stdout_back()  # to the first of them
     # -P, unless this was started by -m too: a file in the working directory must not hide a package from the others alone.
     own = [] if getattr(sys.modules["__main__"], "__spec__", None) and not sys.flags.safe_path else ["-P"]
