@@ -309,6 +309,36 @@ def test_help_imports_no_heavy_library():
     assert done.returncode == 0, done.stderr
 
 
+MISSPELT = """
+import sys
+from groupwise.cli import main
+
+sys.argv = ["groupwise", *sys.argv[1:], "training.stepz=1"]
+try:
+    main()
+except SystemExit as end:
+    sys.exit("torch was imported" if "torch" in sys.modules else end.code)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train quickstart",
+        "plan quickstart",
+        "bench quickstart",
+        "doctor quickstart",
+        "doctor quickstart --device",
+        "data inspect arithmetic",
+        "eval any",
+    ],
+)
+def test_a_misspelt_setting_is_told_before_torch_is_imported(words):
+    done = subprocess.run([sys.executable, "-c", MISSPELT, *words.split()], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "training.stepz" in done.stderr
+
+
 def test_windows_is_refused_in_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(SystemExit) as end:

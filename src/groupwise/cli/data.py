@@ -39,12 +39,13 @@ def inspect(
     """
     from groupwise.cli.show import print_json
     from groupwise.config import load_config
+
+    named = [f"model.name={model}"] if model else []
+    config = load_config(None, [f"data.source={source}", *named, *(overrides or ())])  # before torch is imported
     from groupwise.data.inspect import inspect_source
     from groupwise.models.embedded import fetch_model
     from groupwise.models.load import load_tokenizer
 
-    named = [f"model.name={model}"] if model else []
-    config = load_config(None, [f"data.source={source}", *named, *(overrides or ())])
     fetch_model(config.model)
     tokenizer = load_tokenizer(config.model)
     report = inspect_source(config.data, config.prompt, tokenizer, rows, _first_turn(config, tokenizer))

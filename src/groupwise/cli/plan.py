@@ -243,9 +243,10 @@ def bench(
     Exit code 1 means that it could not be run here, for lack of memory for example.
     """
     from groupwise.config import load_config
+
+    config = load_config(source, overrides or ())  # before torch is imported
     from groupwise.models.embedded import fetch_model
 
-    config = load_config(source, overrides or ())
     fetch_model(config.model)
     start_processes(num_processes)
     from groupwise.cli.show import console, print_json

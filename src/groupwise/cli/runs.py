@@ -63,16 +63,18 @@ def doctor(
 
 
 def _check_device(target: str, overrides: Sequence[str], as_json: bool) -> None:
+    from groupwise.config import load_config
+
+    config = load_config(target, overrides)  # before torch is imported
     import torch
 
     from groupwise.cli.show import console, print_json
-    from groupwise.config import load_config
     from groupwise.engines.builtin.fast_paths import TOLERANCE, check_fast_paths
     from groupwise.models.devices import with_dtype
     from groupwise.models.embedded import fetch_model
     from groupwise.models.load import load_model_config, resolve_device
 
-    model = with_dtype(load_config(target, overrides).model)
+    model = with_dtype(config.model)
     fetch_model(model)
     device, dtype = resolve_device(model.device), getattr(torch, model.dtype)
     choices = check_fast_paths(load_model_config(model), dtype, device, again=True)
@@ -117,10 +119,11 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
         }  # fmt: skip
         return findings, about
     from groupwise.config import load_config
+
+    config = load_config(target, overrides)  # before torch is imported
     from groupwise.doctor import diagnose_settings
     from groupwise.models.embedded import fetch_model
 
-    config = load_config(target, overrides)
     fetch_model(config.model)
     return diagnose_settings(config), {"settings": target}
 

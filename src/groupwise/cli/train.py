@@ -71,9 +71,10 @@ def train(
     """
     from groupwise.config import load_config
     from groupwise.config.load import find_source
+
+    config = load_config(source, overrides or ())  # before torch is imported: a mistake is told at once
     from groupwise.models.embedded import fetch_model
 
-    config = load_config(source, overrides or ())
     fetch_model(config.model)
     if dry_run:
         from groupwise.cli.show import console
