@@ -279,6 +279,24 @@ def test_the_home_of_nobody_is_named(groupwise, command):
     assert (result.exit_code, result.stderr) == (2, f"groupwise: {said}\n")
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="pathlib does not say there why it finds nothing")
+@pytest.mark.parametrize("words", [["train"], ["doctor"], ["report"], ["generate", "--greedy"]], ids=lambda words: words[0])
+def test_a_path_that_may_not_be_looked_at_is_named(groupwise, deny, words):
+    deny("stat")
+    result = groupwise(*words, "closed/mine")
+    said = "groupwise: 'closed/mine' cannot be looked at (Permission denied): name one that you may read\n"
+    assert (result.exit_code, result.stderr) == (2, said)
+
+
+def test_a_permission_that_a_run_lacks_is_not_taken_for_a_path_s(groupwise, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied", "port")
+
+    monkeypatch.setattr("groupwise.config.load_config", refused)
+    with pytest.raises(PermissionError):
+        groupwise("train", "quickstart")
+
+
 def test_a_mistake_of_our_own_is_not_taken_for_a_missing_home(groupwise, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("Could not determine home directory.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -36,8 +38,8 @@ Any setting can be changed on the way, as in: groupwise train quickstart trainin
 class Door(TyperGroup):
     """Lets a user's mistake leave as one sentence and its exit code, and Ctrl-C as 130; GROUPWISE_DEBUG=1 shows the traceback.
 
-    A name that no file may have, and a home folder that nobody has, are told here, since every command looks for files of names that
-    it is given.
+    A name that no file may have, a path that may not be looked at, and a home folder that nobody has are told here, since every
+    command looks for files of names that it is given.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -52,11 +54,9 @@ class Door(TyperGroup):
                 typer.echo(f"groupwise: {message(error)}", err=True)
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG or os.environ.get("GROUPWISE_DEBUG") == "1":
+            if (said := _of_a_name(error)) is None or os.environ.get("GROUPWISE_DEBUG") == "1":
                 raise
-            name = max(str(error.filename).split(os.sep), key=len)
-            length = len(os.fsencode(name))
-            typer.echo(f"groupwise: the name '{name[:40]}...' of {length} bytes is too long for a file: shorten it", err=True)
+            typer.echo(f"groupwise: {said}", err=True)
             raise typer.Exit(2) from None
         except RuntimeError as error:
             if (path := _of_nobody(error)) is None or os.environ.get("GROUPWISE_DEBUG") == "1":
@@ -80,15 +80,29 @@ class Door(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
 
+def _of_a_name(error: OSError) -> str | None:
+    """What to say where a name is too long for a file, or pathlib may not look at one."""
+    if error.errno == errno.ENAMETOOLONG:
+        name = max(str(error.filename).split(os.sep), key=len)
+        return f"the name '{name[:40]}...' of {len(os.fsencode(name))} bytes is too long for a file: shorten it"
+    if error.errno == errno.EACCES and _frame_in(error, Path.stat):
+        return f"{str(error.filename)!r} cannot be looked at ({error.strerror}): name one that you may read"
+    return None
+
+
 def _of_nobody(error: RuntimeError) -> str | None:
     """The path whose `~name` is nobody's, where ``error`` is pathlib's of that; its message does not name it."""
+    frame = _frame_in(error, Path.expanduser)
+    return str(frame.f_locals["self"]) if frame else None
+
+
+def _frame_in(error: BaseException, function: Callable[..., Any]) -> FrameType | None:
+    """The frame in which ``error`` was raised, where that is one of ``function``, or called from it in C."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     frame = last.tb_frame if last is not None else None
-    if frame is None or frame.f_code is not Path.expanduser.__code__:
-        return None
-    return str(frame.f_locals["self"])
+    return frame if frame is not None and frame.f_code is getattr(function, "__code__", None) else None
 
 
 def _as_setting(error: Any) -> str | None:
