@@ -97,6 +97,7 @@ def check(path, printed, names):
         assert "GRPO, one number an answer: [0.87, -0.87, -0.87, 0.87]" in printed
         assert "a value that knows, lambda 0.0: right [0.0, 0.0, 0.5, 0.0]" in printed
         assert "a value that knows nothing, lambda 1.0: right [1.0, 1.0, 1.0, 1.0], wrong [0.0, 0.0, 0.0, 0.0]" in printed
+        assert "the last one, whitened: right [0.97, 0.97, 0.97, 0.97], wrong [-0.97, -0.97, -0.97, -0.97]" in printed
         assert names["first"]["grpo"] == names["first"]["ppo"]
         assert len(set(names["by_token"])) > 1, "PPO's, token by token"
         assert any(name.startswith("value/") for name in names["runs"]["ppo"][1][-1].metrics)
