@@ -70,13 +70,16 @@ def test_the_data_set_is_found_by_its_name(tmp_path, monkeypatch):
     before = dict(NAMED)
     try:
         exec(example("a data set"), {})
-        row = {"question": "2 + 2 = ?", "answer": "4"}
-        (tmp_path / "asdiv_validation.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-        problems = load_problems(DataConfig(source="asdiv", folder=str(tmp_path), split="validation", holdout=0))
+        (name,) = NAMED.keys() - before.keys()
+        for split, question in (("train", "2 + 2 = ?"), (NAMED[name].eval_split, "1 + 3 = ?")):
+            row = {"question": question, "answer": "4"}
+            (tmp_path / f"{name}_{split}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        problems = load_problems(DataConfig(source=name, folder=str(tmp_path), eval_split=NAMED[name].eval_split))
     finally:
         for name in NAMED.keys() - before.keys():
             del NAMED[name]
     assert [(problem.question, problem.answer) for problem in problems.train] == [("2 + 2 = ?", "4")]
+    assert [problem.question for problem in problems.held_out] == ["1 + 3 = ?"]
 
 
 def test_the_family_is_computed_as_transformers_does():
