@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_names_of_the_page_are_where_it_says() -> None:
     assert len(rows) > 10
     for file, name in rows:
         assert re.search(rf"^ *(?:def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, name)
+
+
+def test_the_packages_without_torch_are_in_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    (held,) = [set(one["source_modules"]) for one in contracts if one["id"] == "no-torch-below"]
+    (named,) = re.findall(r"^(.*) import neither torch nor transformers", section("Modules"), re.MULTILINE)
+    packages = {f"groupwise.{path.name}" for path in SOURCES.iterdir() if path.is_dir()}
+    assert {f"groupwise.{package}" for package in re.findall(r"`(\w+)`", named)} == held & packages
 
 
 def test_the_path_of_a_step_is_that_of_the_code() -> None:

@@ -160,6 +160,11 @@ def test_the_command_lists_every_argument():
     assert [name for name in ARGUMENTS if f"`{name}`" not in render_table()] == []
 
 
+def test_the_page_of_architecture_counts_them():
+    page = (PAGE.parents[1] / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    assert f"fate of {len(ARGUMENTS)} arguments" in page
+
+
 @pytest.mark.slow
 def test_the_command_says_nothing_beside_its_list():
     """Such as that of bitsandbytes, which transformers' trainer modules import where it is installed."""
