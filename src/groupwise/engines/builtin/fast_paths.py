@@ -39,7 +39,7 @@ from groupwise.engines.builtin.decode import DecodeStep, DecodeWeights
 from groupwise.engines.builtin.draw import Draw
 from groupwise.engines.builtin.engine import takes_native
 from groupwise.errors import ModelError
-from groupwise.memory import ran_out_on_device, reclaim_memory
+from groupwise.memory import is_shortage, reclaim_memory
 from groupwise.models import attention, logprobs, merging, ops, varlen_attention
 from groupwise.models.decoder import Decoder, why_unsupported
 from groupwise.models.devices import product_gives_fp32, wait_for
