@@ -218,7 +218,7 @@ def held_out(numbers: Mapping[str, Any], variant: str) -> dict[int, list[float]]
     found: dict[int, list[float]] = {}
     for seed, run in numbers["runs"][variant].items():
         per_update = amount(numbers) // len(run["curves"]["accuracy/strict"])
-        for row in (started(numbers, variant, seed), *run["evaluations"]):
+        for row in (started(numbers, variant, seed), *(row for row in run["evaluations"] if row["step"])):
             found.setdefault(row["step"] * per_update, []).append(row["strict_accuracy"])
     return found
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -295,9 +296,10 @@ def carry_out(job: Job) -> None:
         "name": job.name,
         **conditions,
         "curves": {key: _rounded([row.get(key) for row in metrics]) for key in CURVES if any(key in row for row in metrics)},
-        "evaluations": [
-            _judged(row, config.training.steps) for row in (*summary["training_evaluations"], *summary["evaluations"])
-        ],
+        "evaluations": sorted(
+            (_judged(row, config.training.steps) for row in (*summary["training_evaluations"], *summary["evaluations"])),
+            key=itemgetter("step"),
+        ),
         "seconds": round(summary["seconds"], 1),
         "environment": begun,
     }

@@ -904,3 +904,17 @@ class TestWithout:
             assert build._is_sound(file.fileno())
             monkeypatch.setattr(build.os, "getuid", lambda: os.stat(path).st_uid + 1)
             assert not build._is_sound(file.fileno())
+
+
+@needs_kernels
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_slice_that_is_ruled_out_whole_adds_nothing(numbers, temperature):
+    x, out = numbers(2, 40), numbers(2, 40).fill_(float("-inf"))
+    sums = []
+    for slices in ((x,), (out, x), (x, out)):
+        top, total = torch.full((2,), float("-inf")), torch.zeros(2)
+        for part in slices:
+            calls.take_logits(part, top, total, None, temperature)
+        sums.append(top + total.log())
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])

@@ -301,16 +301,16 @@ def test_a_failing_reward_stops_the_run_by_default(go):
         go(functions={"fussy": fussy}, training={"steps": 4}, rewards={"functions": [{"function": "fussy"}]})
 
 
-def third_call(monkeypatch, owner, name, error, after=False):
-    """The third call of a method raises ``error``; ``after`` it has done its work."""
+def third_call(monkeypatch, owner, name, error, after=False, number=3):
+    """The third call of a method, or that of another ``number``, raises ``error``; ``after`` it has done its work."""
     method, calls = getattr(owner, name), []
 
     def call(*args, **keywords):
         calls.append(name)
-        if len(calls) == 3 and not after:
+        if len(calls) == number and not after:
             raise error
         done = method(*args, **keywords)
-        if len(calls) == 3:
+        if len(calls) == number:
             raise error
         return done
 
@@ -344,6 +344,25 @@ def test_what_was_learnt_is_saved_whatever_ends_a_step(
         assert "step 2 is saved in" in error.__notes__.pop()
     train(small_config(**settings), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
     assert same(repeatable(tmp_path / "run"), repeatable(go("whole", **settings).folder))
+
+
+def test_a_warm_start_is_not_lost_where_the_first_step_fails(go, small_config, letters, quiet, tmp_path, monkeypatch):
+    settings = {"warm_start": {"steps": 2, "examples_per_step": 2}}
+    with monkeypatch.context() as patch:
+        third_call(patch, Learner, "accumulate", TrainingError("odd"), number=1)
+        with pytest.raises(TrainingError, match="^odd; step 0 is saved in .*step-0$"):
+            go("run", **settings)
+    train(small_config(**settings), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
+    assert same(repeatable(tmp_path / "run"), repeatable(go("whole", **settings).folder))
+
+
+def test_a_whole_final_model_is_all_that_a_failing_judgement_leaves(go, monkeypatch, tmp_path):
+    third_call(monkeypatch, run_module, "evaluate_stage", KeyError("odd"), number=1)
+    with pytest.raises(KeyError, match="odd") as raised:
+        go("run")
+    assert not getattr(raised.value, "__notes__", [])
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert (tmp_path / "run" / "final_model" / "model.safetensors").exists()
 
 
 def test_a_callback_that_fails_loses_no_step(go, small_config, letters, quiet, tmp_path):

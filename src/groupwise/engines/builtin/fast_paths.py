@@ -12,6 +12,7 @@ where threads wait for each other, and every run on one machine takes the same.
 
 from __future__ import annotations
 
+import errno
 import copy
 import hashlib
 import json
@@ -274,7 +275,7 @@ def choose(path: FastPath, decoder: Decoder) -> tuple[Choice, bool]:
                 break
     except Exception as error:  # whatever a kernel does on hardware that it has not met
         path.switch(False)
-        passing = isinstance(error, OSError) or is_shortage(error)
+        passing = is_shortage(error) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
         why = f"it failed ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]})"
         choice, lasting = Choice(path.name, False, False, why, tuple(measured)), not passing
         if passing:

@@ -632,7 +632,8 @@ void gw_take_logits(
             vec l = load_part(in + i, columns - i);
             most = larger(pick(counting() < (float)(columns - i), l, most), most);
         }
-        const float peak = fmaxf(largest(most), -3.4e38f), before = top[row], highest = fmaxf(before, peak * factor);
+        const float least = -3.4e38f / fmaxf(factor, 1); /* of a slice of -inf: its product with the factor is finite */
+        const float peak = fmaxf(largest(most), least), before = top[row], highest = fmaxf(before, peak * factor);
         const float below = fminf(peak * factor - before, 0); /* how far the slice's maximum lies below the highest */
         for (int64_t i = 0; i < columns; i += LANES) {
             vec moved = (load_part(in + i, columns - i) - peak) * factor + below; /* 0 at the maximum, also where it is fused */
