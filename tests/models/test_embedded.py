@@ -210,6 +210,8 @@ def test_an_index_that_wants_a_login_is_told_and_nothing_is_asked(tmp_path: Path
         threading.Thread(target=index.serve_forever, daemon=True).start()
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.server_port}/simple")
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         with pytest.raises(ModelError, match=r"\(ERROR: No matching distribution found .*the login of an index that wants one"):
             embedded._download(tmp_path)

@@ -198,7 +198,7 @@ def test_a_frozen_narrow_head_is_as_exact_as_a_trained_one(certain: float) -> No
 @pytest.mark.parametrize("logit", [20.0, 19.7])
 @pytest.mark.parametrize("temperature", [0.7, 0.01, 1e-4, 1e-6])
 def test_a_certain_token_has_a_log_probability_of_0(temperature: float, logit: float, dtype: torch.dtype) -> None:
-    """The other logits are 0, and their probabilities underflow."""
+    """The other logits are 0: all their probabilities together are too small to be added to 1 in fp32."""
     targets = torch.arange(0, VOCABULARY, 4)
     weight = torch.eye(VOCABULARY, dtype=dtype)
     hidden = (logit * weight[targets]).requires_grad_()

@@ -434,7 +434,8 @@ class Run:
     def _end_failed(self, error: Exception) -> NoReturn:
         """End the run where sampling, scoring or a function of the user's failed, or memory ran out; first save what was learnt since
         the last checkpoint. Several processes cannot: one of them may have failed alone."""
-        if self.world.size > 1 or self.learner is None or self.trained or self.folder.trained.exists():  # then the final model is whole
+        # The last: the final model is whole then.
+        if self.world.size > 1 or self.learner is None or self.trained or self.folder.trained.exists():
             raise error
         self.writer.finish()  # only then is it known whether the disk took the newest checkpoint
         # A warm start makes no updates, and has a checkpoint where there are any.

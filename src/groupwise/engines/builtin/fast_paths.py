@@ -12,8 +12,8 @@ where threads wait for each other, and every run on one machine takes the same.
 
 from __future__ import annotations
 
-import errno
 import copy
+import errno
 import hashlib
 import json
 import time
