@@ -350,7 +350,7 @@ def test_a_warm_start_is_not_lost_where_the_first_step_fails(go, small_config, l
     settings = {"warm_start": {"steps": 2, "examples_per_step": 2}}
     with monkeypatch.context() as patch:
         third_call(patch, Learner, "accumulate", TrainingError("odd"), number=1)
-        with pytest.raises(TrainingError, match="^odd; step 0 is saved in .*step-0$"):
+        with pytest.raises(TrainingError, match=r"^odd; step 0 is saved in .*step-0$"):
             go("run", **settings)
     train(small_config(**settings), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
     assert same(repeatable(tmp_path / "run"), repeatable(go("whole", **settings).folder))
