@@ -50,7 +50,7 @@ def test_one_of_several_processes_starts_no_others(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     start_processes(2)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="--num-processes is 2, but .* started 1: .*unset RANK WORLD_SIZE"):
+    with pytest.raises(ConfigError, match=r"--num-processes is 2, but .* started 1: .*unset RANK WORLD_SIZE"):
         start_processes(2)
     check_device_map("auto", 1)
 

@@ -1,6 +1,7 @@
 """What a run will need, before any weights are loaded: memory by phase, arithmetic, time, and the nearest settings that fit.
 
-Everything follows from the model's config.json and the settings; nothing here imports torch (``measure`` and the look for this machine's GPU do, when called).
+Everything follows from the model's config.json and the settings; nothing here imports torch (``measure`` and the look for this
+machine's GPU do, when called).
 """
 
 from groupwise.planner.hardware import HARDWARE, Hardware, parse_bytes
