@@ -221,7 +221,7 @@ def test_matrix_units_are_checked_by_themselves(own_cache, monkeypatch, right):
 
 
 def test_where_there_is_nothing_to_choose_nothing_is_kept(own_cache, monkeypatch):
-    assert {c.path for c in check_fast_paths(SHAPE, torch.float32, CPU)} <= {p.name for p in fast_paths.fast_paths()}
+    assert check_fast_paths(SHAPE, torch.float16, CPU) == []
     assert not own_cache.exists()
     for again in ("_check", "_kept"):
         monkeypatch.setattr(fast_paths, again, lambda *a: pytest.fail("it was looked at again"))
@@ -391,7 +391,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, place
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GROUPWISE_CACHE", place)
-    assert check_fast_paths(SHAPE, torch.float16, CPU) == []
+    assert {c.path for c in check_fast_paths(SHAPE, torch.float32, CPU)} <= {p.name for p in fast_paths.fast_paths()}
 
 
 def test_random_numbers_go_on_as_before():
