@@ -139,4 +139,4 @@ def test_only_the_first_of_two_real_processes_ever_holds_the_whole_model(small_c
     first, second = (int((tmp_path / f"peak-{rank}").read_text()) / whole for rank in range(2))
     print(f"of the weights' size: the first process {first:.2f}, the second {second:.2f}")
     assert first < 1.3
-    assert second < 0.9
+    assert second < 1.0
