@@ -14,7 +14,7 @@ from groupwise import load_config
 from groupwise.engines import Engine, make_engine
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.wrappers import SamplingThread
-from groupwise.errors import CheckpointError, ConfigError, RewardError, StoppedError
+from groupwise.errors import CheckpointError, ConfigError, RewardError, StoppedError, TrainingError
 from groupwise.models.load import load_policy
 from groupwise.rollout import rollout_scope, rollout_settings
 from groupwise.tracking import Trackers
@@ -409,6 +409,53 @@ def test_a_batch_that_came_with_a_checkpoint_stays_in_the_next_one(go, small_con
     assert "ahead" not in parts()
     assert before["window"]["groups"] == parts()["window"]["groups"]
     assert before["rewards"] == parts()["rewards"]
+
+
+def fails_from(monkeypatch, number):
+    """Learning fails in its pass of that number and in later ones: each step has one pass."""
+    accumulate, passes = Learner.accumulate, []
+
+    def fails(*words, **more):
+        passes.append(words)
+        if len(passes) >= number:
+            raise TrainingError("odd")
+        return accumulate(*words, **more)
+
+    monkeypatch.setattr(Learner, "accumulate", fails)
+
+
+def test_where_learning_from_a_batch_that_was_sampled_ahead_fails_nothing_is_saved(go, tmp_path, monkeypatch):
+    """A checkpoint would lack that batch, and a resumed run would sample it with newer weights."""
+    fails_from(monkeypatch, 3)
+    with pytest.raises(TrainingError, match=r"^odd$"):
+        go("run", rollout={"ahead": 1}, output={"checkpoint_every": 0})
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_where_learning_from_a_batch_of_a_checkpoint_fails_that_checkpoint_stays(
+    go, small_config, letters, quiet, tmp_path, monkeypatch
+):
+    sections = {"training": {"steps": 5}, "rewards": {"functions": [{"function": "letters", "normalise": "mean_std"}]}}
+    learn, state = Learner.learn, tmp_path / "run/checkpoints/step-2/state.json"
+
+    def signalled(learner, *words, **more):
+        if more["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(learner, *words, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "learn", signalled)
+        with pytest.raises(StoppedError, match="after step 2, which is saved"):
+            go("run", rollout={"ahead": 1}, output={"checkpoint_every": 0}, **sections)
+    before = state.read_text()
+    fails_from(monkeypatch, 1)
+    with pytest.raises(TrainingError, match=r"^odd$"):
+        train(
+            small_config(**sections), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True,
+            accept_changes=True,
+        )  # fmt: skip
+    assert state.read_text() == before
+    assert [path.name for path in state.parent.parent.iterdir()] == ["step-2"]
 
 
 def test_a_longer_run_is_another_run(go):

@@ -381,7 +381,8 @@ class Run:
                     held=held if self.world.size == 1 else None,  # no update was made then: see ``refuse_to_share``
                 )  # fmt: skip
         except Exception as error:
-            # What a checkpoint says after a step is not so any more where an update was begun, and lacks a batch that was sampled before.
+            # A checkpoint would say that no update of this step was made, which may be wrong once one was begun. It would also
+            # lack a batch that was sampled ahead, or came with a checkpoint: a resumed run would sample it with newer weights.
             if self.learner.stepped or held is not None or self.ahead is not None:
                 raise
             self.prepared.rewards.load_state_dict(self.known)
