@@ -32,8 +32,10 @@ from groupwise.tracking.environment import describe_environment
 from groupwise.tracking.files import write_json, write_json_lines, write_text
 from groupwise.tracking.text import hide_secrets
 
-__all__ = ["Ending", "RunFolder", "base_name", "cut_back", "ending_of", "set_ending_aside"]
+__all__ = ["RUNS", "Ending", "RunFolder", "base_name", "cut_back", "ending_of", "set_ending_aside"]
 
+RUNS = Path("runs")
+"""Where runs are that named no folder."""
 PROBES = 10
 """Tries to lock a folder before it counts as taken."""
 LOCK_FILE = ".lock"
@@ -370,7 +372,7 @@ def make_named(path: Path) -> Path:
 
 def check_new(named: Path | None) -> None:
     """Raise ConfigError where a new run cannot have the folder ``named``, or, without one, make its own; leave nothing."""
-    path = named or Path("runs")
+    path = named or RUNS
     check_is_utf8(path)
     try:
         if named is not None:
@@ -439,11 +441,11 @@ def clear_leftovers(path: Path) -> None:
 
 def make_default(recipe_name: str) -> Path:
     """``runs/<recipe>-<date>-<time>``; two runs that start within one second get ``-2``, ``-3`` and so on."""
-    check_is_utf8(Path("runs"))
+    check_is_utf8(RUNS)
     base = f"{base_name(recipe_name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     attempt = 1
     while True:
-        path = Path("runs") / (base if attempt == 1 else f"{base}-{attempt}")
+        path = RUNS / (base if attempt == 1 else f"{base}-{attempt}")
         try:
             path.mkdir(parents=True)
             return path

@@ -19,7 +19,7 @@ from groupwise.evaluation import Evaluation
 from groupwise.evaluation.figures import figures
 from groupwise.tracking import RunFolder
 from groupwise.tracking.reading import fitting_config, read_settings
-from groupwise.tracking.run_folder import base_name, check_new, ending_of, is_unused
+from groupwise.tracking.run_folder import RUNS, base_name, check_new, ending_of, is_unused
 from groupwise.tracking.text import hide_secrets
 from groupwise.training.checkpoint_folder import latest_checkpoint, newest_sound_checkpoint, read_state, set_damaged_aside
 from groupwise.training.setup import Prepared
@@ -139,7 +139,7 @@ def _look(folder: RunFolder) -> EarlierRun:
     return EarlierRun(folder.path, finished, not finished and folder.is_in_use(), saved)
 
 
-def newest_run(recipe: str, say: Callable[[str], None], root: Path = Path("runs")) -> Path:
+def newest_run(recipe: str, say: Callable[[str], None], root: Path = RUNS) -> Path:
     """The folder that ``--resume`` means: the newest run of ``recipe`` below ``root`` that is not finished, nor going on, and has
     something to resume from; else the newest of all. ``say`` is told of other unfinished ones.
 
@@ -159,7 +159,7 @@ def newest_run(recipe: str, say: Callable[[str], None], root: Path = Path("runs"
     return chosen.path
 
 
-def unfinished_note(recipe: str, root: Path = Path("runs")) -> str | None:
+def unfinished_note(recipe: str, root: Path = RUNS) -> str | None:
     """What to say before a run of ``recipe`` starts again while an earlier one could be resumed."""
     run = next((run for run in runs_of(recipe, root) if run.saved and not run.living), None)
     if run is None or run.saved is None:

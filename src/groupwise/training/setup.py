@@ -61,6 +61,7 @@ from groupwise.planner.hardware import present_gpu
 from groupwise.rewards.load import Rewards, named_rewards
 from groupwise.rewards.suite import RewardSuite
 from groupwise.serving.agents import open_agents
+from groupwise.tracking.run_folder import RUNS
 from groupwise.tracking.services import check_trackers
 from groupwise.training.critic import check_critic
 from groupwise.training.sharding import check_sharding
@@ -251,7 +252,7 @@ def _notes(
         note_on_date(tokenizer, config.prompt),
         f"{short.sentence}: {short.remedy}" if short is not None else None,
         checkpoint_note(config, resolve_device(config.model.device), processes),
-        disk_note(config, folder or Path(config.output.folder or "runs")),
+        disk_note(config, folder or Path(config.output.folder or RUNS)),
     ]
     of_settings = notes(config, prepared=is_prepared(config.data.source))
     said = [*of_settings, *suite.notes(), *note_on_processes(config, processes), *dropped]
