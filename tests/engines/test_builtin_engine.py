@@ -172,7 +172,10 @@ def test_graphs_outlive_rows_that_come_and_go(rows, make_engine, make_prompts, i
     assert any(planned)
 
 
-def test_a_step_becomes_another_only_where_a_graph_could_not_tell(make_engine):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_step_becomes_another_only_where_a_graph_could_not_tell(make_engine, monkeypatch, kernels):
+    """GPU kernels look at lengths: for them no tables are made of what each row may see."""
+    monkeypatch.setattr(decode_module, "decoding_kernels_fit", lambda device: kernels)
     decoder = make_engine().decoder
     cache = cache_module.Cache(
         layers=1, kv_heads=decoder.shape.kv_heads, head_width=decoder.shape.head_width,
@@ -189,6 +192,7 @@ def test_a_step_becomes_another_only_where_a_graph_could_not_tell(make_engine):
         )  # fmt: skip
 
     held = step(10, 1, 2, 2)
+    assert (held.lanes.mask is None) is (held.lanes.places is None) is kernels
     tensors = held._tensors()
     assert len(held.keys) == 16, "one row is nobody's"
     assert held.take(step(10, 2, 2, 2))

@@ -60,10 +60,10 @@ class Lanes:
     """``[S * W]``; empty lanes repeat row 0, and nobody reads them."""
     prompt_positions: int
     """P."""
-    mask: Tensor
-    """``[B, P + C]`` additive: a row sees its prompt and its own positions filled so far."""
-    places: Tensor
-    """``[B, P + C]``: of each place in the cache, the position in the row's sequence."""
+    mask: Tensor | None
+    """``[B, P + C]`` additive: a row sees its prompt and its own positions so far. None for GPU kernels, which read lengths."""
+    places: Tensor | None
+    """``[B, P + C]``: of each place in the cache, the position in the row's sequence. None where ``mask`` is."""
 
     @classmethod
     def plan(
@@ -84,26 +84,30 @@ class Lanes:
         own = len(lanes) - spare_rows
         row_of_lane[torch.tensor(lanes[:own])] = torch.arange(own)
         prompt_of_row = torch.tensor(prompt_lengths)[torch.tensor(group_of_row)]
-        seen = torch.cat(
-            [
-                torch.arange(cache.prompt_room) < prompt_of_row[:, None],
-                torch.arange(cache.room) < torch.tensor(own_lengths)[:, None],
-            ],
-            dim=1,
-        )
+        mask = places = None
+        if not decoding_kernels_fit(table.device):
+            seen = torch.cat(
+                [
+                    torch.arange(cache.prompt_room) < prompt_of_row[:, None],
+                    torch.arange(cache.room) < torch.tensor(own_lengths)[:, None],
+                ],
+                dim=1,
+            )
+            mask = torch.zeros(seen.shape, dtype=table.dtype).masked_fill_(~seen, float("-inf")).to(table.device)
+            places = torch.cat(
+                [torch.arange(cache.prompt_room).expand(len(lanes), -1), prompt_of_row[:, None] + torch.arange(cache.room)], dim=1
+            ).to(table.device)
         in_order = lanes == list(range(len(row_of_lane)))
         return cls(
             groups=len(prompt_lengths), width=width, row_index=torch.arange(len(lanes), device=table.device),
             lane_of_row=None if in_order else torch.tensor(lanes, device=table.device),
-            row_of_lane=row_of_lane.to(table.device), prompt_positions=cache.prompt_room,
-            mask=torch.zeros(seen.shape, dtype=table.dtype).masked_fill_(~seen, float("-inf")).to(table.device),
-            places=torch.cat(
-                [torch.arange(cache.prompt_room).expand(len(lanes), -1), prompt_of_row[:, None] + torch.arange(cache.room)], dim=1
-            ).to(table.device),
+            row_of_lane=row_of_lane.to(table.device), prompt_positions=cache.prompt_room, mask=mask, places=places,
         )  # fmt: skip
 
     def mask_of(self, window: int | None, positions: Tensor) -> Tensor:
         """``mask`` for layers in which the tokens at ``positions`` ``[B]`` see so many positions, themselves included."""
+        assert self.mask is not None
+        assert self.places is not None
         return self.mask if window is None else self.mask.masked_fill(self.places <= positions[:, None] - window, float("-inf"))
 
     def to_lanes(self, rows: Tensor) -> Tensor:
@@ -405,8 +409,8 @@ class DecodeStep:
             return own
         lanes = self.lanes
         by_group = lanes.row_of_lane.view(lanes.groups, lanes.width)
-        of_lanes = [lanes.row_index, by_group, lanes.mask, lanes.places]
-        return [*own, *of_lanes, *([] if lanes.lane_of_row is None else [lanes.lane_of_row])]
+        there = [x for x in (lanes.mask, lanes.places, lanes.lane_of_row) if x is not None]
+        return [*own, lanes.row_index, by_group, *there]
 
     def advance(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Rows that are done may be carried along for a while: they stay at the last place there is."""
@@ -418,7 +422,7 @@ class DecodeStep:
 
 def decode(decoder: Decoder, weights: DecodeWeights, cache: Cache, step: DecodeStep, chunk: PrefillChunk | None = None) -> Tensor:
     """Feed every row's last token, write its key and value, and return next-token logits ``[B, V]``. ``chunk``: is computed beside it."""
-    by = _by_operations if step.lanes and not decoding_kernels_fit(decoder.device) else _by_kernels
+    by = _by_kernels if step.lanes is None or step.lanes.mask is None else _by_operations
     return by(decoder, weights, cache, step, chunk)
 
 
@@ -530,6 +534,7 @@ def _by_operations(
     shape, norm, lanes = decoder.shape, decoder.shape.norm, step.lanes
     heads, kv_heads = shape.heads, shape.kv_heads
     assert lanes is not None
+    assert lanes.mask is not None
     scale = _scale(decoder)
     lanes.mask.scatter_(1, (step.own_lengths + lanes.prompt_positions)[:, None], 0.0)
     masks = [lanes.mask_of(window, step.positions) for window in decoder.windows]
