@@ -74,6 +74,20 @@ def test_a_run_logs_what_trl_logs_and_its_model_loads_anywhere(tiny_folder, chat
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
 
 
+@pytest.mark.parametrize("more", [{}, {"entropy_coef": 0.1}])
+def test_what_is_learnt_does_not_depend_on_the_default_dtype(tiny_folder, prompts, letters, settings, more):
+    learnt = []
+    for dtype in (torch.float32, torch.bfloat16):
+        trainer = GRPOTrainer(str(tiny_folder), letters, settings(**more), prompts)
+        torch.set_default_dtype(dtype)
+        try:
+            trainer.train()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        learnt.append(weights(trainer))
+    assert same(*learnt)
+
+
 @pytest.mark.parametrize("more", [{}, {"do_sample": False}])
 def test_a_saved_model_samples_as_the_one_it_came_from(tiny_folder, prompts, letters, settings, tmp_path, more):
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))

@@ -17,7 +17,7 @@ from groupwise.distributed.sharding import zero_of_launcher
 from groupwise.errors import ConfigError
 from groupwise.models.merging import dithered
 from groupwise.training.loop import train
-from groupwise.training.sharding.zero import Zero, check_zero
+from groupwise.training.sharding.zero import Zero, ZeroAdamW, check_zero
 from tests.distributed.run_ranks import letters
 from tests.distributed.two_processes import (
     HERE,
@@ -207,3 +207,15 @@ def test_a_checkpoint_copies_the_reference_and_not_the_optimiser_once_more():
         "exp_avg.down",
     }
     assert all(torch.equal(whole[name], piece) for name, piece in pieces.items())
+
+
+def test_a_checkpoint_counts_steps_exactly_whatever_the_default_dtype():
+    """bf16 holds whole numbers up to 256."""
+    inner = SimpleNamespace(state={0: {"step": torch.tensor(257.0)}})
+    optimizer = SimpleNamespace(named=[("weight", None)], _keys=(), world=World(), zero=SimpleNamespace(optimizer=inner))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        saved = ZeroAdamW.state(optimizer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert saved["step.weight"] == 257

@@ -160,15 +160,11 @@ def _products(request, monkeypatch):
 
 def helps(weight):
     """``decode.rearranging_helps(weight)``, which is what it has to be on this processor. PyTorch's blocked bf16 kernels need
-    AVX-512, and its fp32 ones are taken where they round rows as alone. The package's own are there for fp32 with a compiler."""
-    own = calls._allowed and kernels(True).library is not None
-    has_to = {
-        torch.bfloat16: devices.computes_bf16(),
-        torch.float16: False,
-        torch.float32: own or (torch.backends.mkldnn.is_available() and decode._rows_are_alone()),
-    }
-    assert decode.rearranging_helps(weight) is has_to[weight.dtype]
-    return has_to[weight.dtype]
+    AVX-512. The package's own are there for fp32 with a compiler. PyTorch's for fp32 are tried: the tests below say for what."""
+    found, own = decode.rearranging_helps(weight), calls._allowed and kernels(True).library is not None
+    if own or weight.dtype != torch.float32:
+        assert found is {torch.bfloat16: devices.computes_bf16(), torch.float16: False, torch.float32: True}[weight.dtype]
+    return found
 
 
 @pytest.mark.usefixtures("_products")
@@ -205,8 +201,12 @@ def test_rows_of_rearranged_fp32_weights_are_rounded_as_alone():
 def test_the_library_rearranges_fp32_weights_only_where_rows_are_rounded_as_alone(monkeypatch):
     monkeypatch.setitem(decode.ALLOWED, "rearranged", True)
     monkeypatch.setattr(calls, "_allowed", False)
-    decode._rows_are_alone.cache_clear()
     weight = torch.randn(160, 96)
+    for alone in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "_rows_are_alone", lambda alone=alone: alone)
+            assert decode.rearranging_helps(weight) is (alone and torch.backends.mkldnn.is_available())
+    decode._rows_are_alone.cache_clear()
     if helps(weight):
         hints, reorder = [], torch.ops.mkldnn._reorder_linear_weight
         monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda w, rows: hints.append(rows) or reorder(w, rows))
@@ -219,6 +219,17 @@ def test_the_library_rearranges_fp32_weights_only_where_rows_are_rounded_as_alon
     decode._rows_are_alone.cache_clear()
     assert not decode.rearranging_helps(weight)
     decode._rows_are_alone.cache_clear()
+
+
+def test_it_is_tried_with_fp32_weights_whatever_the_default_dtype(monkeypatch):
+    tried = set()
+    monkeypatch.setattr(decode, "rearranged_product", lambda weight, rows=32: lambda x: tried.add((weight.dtype, x.dtype)) or x)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert decode._rows_are_alone.__wrapped__()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert tried == {(torch.float32, torch.float32)}
 
 
 @pytest.mark.parametrize(

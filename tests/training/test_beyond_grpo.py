@@ -437,6 +437,15 @@ def test_the_value_reaches_the_trunk_only_where_it_may(reaches, tiny_llama):
     assert (distance(*gradients) > 1e-3) is reaches
 
 
+def test_a_critic_is_fp32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        critic = Critic(4, config_of(algorithm={"preset": "ppo"}).algorithm, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert critic.weight.dtype == critic.bias.dtype == torch.float32
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_critic_alone():
     critic = Critic(4, config_of(algorithm={"preset": "ppo"}).algorithm, torch.device("cpu"))
     critic.values(torch.full((3, 4), float("inf"))).sum().backward()

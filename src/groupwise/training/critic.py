@@ -49,8 +49,8 @@ class Critic:
         assert (trunk is None) is (optimizer is None)
         assert config.value is not None
         self.config, self.trunk, self.optimizer, self.policy = config.value, trunk, optimizer, policy
-        self.weight = torch.nn.Parameter(torch.zeros(width, device=device))
-        self.bias = torch.nn.Parameter(torch.zeros((), device=device))
+        self.weight = torch.nn.Parameter(torch.zeros(width, dtype=torch.float32, device=device))
+        self.bias = torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
         self.parameters = [self.weight, self.bias]
         """The head's, which ``adamw`` steps."""
         self.adamw = torch.optim.AdamW(self.parameters, lr=self.config.learning_rate, weight_decay=0.0)

@@ -230,7 +230,7 @@ class EntropyControl:
                     counts_T[chosen_T] = (entropies_T[chosen_T] >= threshold).float()
         batch.mask_T = counts_T
         if self.has_bonus:
-            own_U = torch.zeros(part.units).index_add_(0, unit_T.cpu(), counts_T.cpu())
+            own_U = torch.zeros(part.units, dtype=torch.float32).index_add_(0, unit_T.cpu(), counts_T.cpu())
             tokens_U = world.assemble(own_U, torch.arange(part.units), part.units).clamp(min=1)
             batch.entropy_weights_T = counts_T * (1 / (tokens_U * part.units_per_micro_step)).to(counts_T)[unit_T]
 

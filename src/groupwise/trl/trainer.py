@@ -508,7 +508,7 @@ class GRPOTrainer(Outputs):
         lengths = [0 if args.mask_truncated_completions and was_cut(c) else c.sampled_tokens for c in sampled]
         all_count = args.beta > 0 or self.entropy.acts or self.learner.objective.loss_concerns_all
         taught = [bool(n) and (all_count or a != 0) for n, a in zip(lengths, generation.advantages, strict=True)]
-        weights = torch.zeros(len(sampled))
+        weights = torch.zeros(len(sampled), dtype=torch.float32)
         unit_of: dict[Member, int] = {}
         for index, unit in enumerate(parts):
             first = index // units * units
@@ -522,8 +522,8 @@ class GRPOTrainer(Outputs):
             unit_of |= {members[i]: index for i in unit}
         chosen = sorted(i for unit in parts for i in unit if taught[i])
         window = self.learner.window_of(
-            generation.groups, [members[i] for i in chosen], weights[chosen], torch.tensor(generation.advantages)[chosen],
-            off_policy=off_policy,
+            generation.groups, [members[i] for i in chosen], weights[chosen],
+            torch.tensor(generation.advantages, dtype=torch.float32)[chosen], off_policy=off_policy,
         )  # fmt: skip
         unit_N = torch.tensor([unit_of[member] for member in window.batch.members], dtype=torch.long)
         left_out = [sampled[i] for unit in parts for i in unit if lengths[i] and not taught[i]]

@@ -216,7 +216,7 @@ def _rows_are_alone() -> bool:
     Runs whose rows come and go by the clock, such as episodes, can be resumed exactly where it is. Processors differ, so it is tried.
     """
     for out, width in ((96, 64), (960, 576)):
-        weight, x = (torch.linspace(-1, 1, n * width).mul_(37).sin_().view(n, width) for n in (out, 130))
+        weight, x = (torch.linspace(-1, 1, n * width, dtype=torch.float32).mul_(37).sin_().view(n, width) for n in (out, 130))
         whole = rearranged_product(weight)(x)
         for hint in (1, 64, 256):
             product = rearranged_product(weight, rows=hint)

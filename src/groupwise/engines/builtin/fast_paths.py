@@ -440,7 +440,7 @@ def _burst(decoder: Decoder) -> Action:
             raise RuntimeError(sentence)
 
         runner = running.Runner(decoder, weights, cache, draw, fail)
-    return torch.no_grad()(lambda: [torch.tensor(runner.run(step, 4)[1])])  # type: ignore[no-any-return]
+    return torch.no_grad()(lambda: [torch.tensor(runner.run(step, 4)[1], dtype=torch.float32)])  # type: ignore[no-any-return]
 
 
 def _merged(decoder: Decoder) -> Action:

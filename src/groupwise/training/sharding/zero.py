@@ -250,7 +250,8 @@ class ZeroAdamW:
                 if self.world.is_first:
                     tensors[f"{key}.{name}"] = whole.to("cpu", copy=True)
             if self.world.is_first:
-                tensors[f"step.{name}"] = torch.tensor(max(float(kept["step"]) for kept in self.zero.optimizer.state.values()))
+                step = max(float(kept["step"]) for kept in self.zero.optimizer.state.values())
+                tensors[f"step.{name}"] = torch.tensor(step, dtype=torch.float32)
         return tensors
 
     @torch.no_grad()
