@@ -253,6 +253,19 @@ def test_logits_in_slices(numbers, temperature):
 
 
 @needs_kernels
+@pytest.mark.parametrize("logit", [20.0, 19.7])
+@pytest.mark.parametrize("temperature", [0.7, 0.01, 1e-4, 1e-6])
+def test_a_certain_token_has_a_gradient_of_0(numbers, temperature, logit):
+    """Its logit over the temperature is rounded as it was for the normaliser."""
+    logits, targets = torch.zeros_like(numbers(2, 40)), torch.tensor([7, 7])
+    logits[:, 7] = logit
+    top, total = torch.full((2,), float("-inf")), torch.zeros(2)
+    calls.take_logits(logits, top, total, None, temperature)
+    calls.logit_gradients(logits, top + total.log(), torch.full((2,), 1 / temperature), None, targets, temperature)
+    assert logits[:, 7].tolist() == [0.0, 0.0]
+
+
+@needs_kernels
 @pytest.mark.parametrize(("rows", "rank"), [(1, 1), (8, 3), (37, 32)])
 def test_an_adapter_is_added_and_dithered_as_the_operations_do(monkeypatch, rows, rank):
     weight, a, b = random(BF16, rows, 48), torch.randn(rank, 48) * 0.1, torch.randn(rows, rank) * 0.1

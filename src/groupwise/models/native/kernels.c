@@ -661,7 +661,8 @@ void gw_logit_gradients(
         const float h = entropy ? entropy[row] : 0;
         float chosen = 0;
         if (target >= 0 && target < columns) {
-            const float log_p = widen(in[target]) * factor - normaliser[row], p = expf(log_p);
+            const volatile float scaled = widen(in[target]) * factor; /* volatile: rounded, as in the normaliser, and not fused */
+            const float log_p = scaled - normaliser[row], p = expf(log_p);
             chosen = g - p * (g + of_entropy * (log_p + h)); /* in fp32: where p is near 1, little is left of onehot - p */
         }
         for (int64_t i = 0; i < columns; i += LANES) {
