@@ -70,6 +70,13 @@ def test_what_eval_cannot_do_is_told_before_several_processes_are_started(groupw
     assert said in result.stderr
 
 
+def test_what_generate_cannot_do_is_told_before_several_processes_are_started(groupwise, monkeypatch):
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("started"))
+    result = groupwise("generate", "any", "--system", "half a \udcff", "--num-processes", "2", input="Why?\n")
+    assert result.exit_code == 2
+    assert "is not UTF-8 text" in result.stderr
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_questions_from_a_closed_standard_input_are_refused(monkeypatch, processes):
     monkeypatch.setattr(sys, "stdin", None)

@@ -59,7 +59,6 @@ def generate(
     many = num_processes > 1 or world_size() > 1
     if many and (prompt is not None or sys.stdin.isatty()):
         raise ConfigError("several processes divide lines of standard input, and there are none: give them, or start one process")
-    start_processes(num_processes)
     from groupwise.chat import answer_lines, answer_lines_together, check_text, make_speaker, settings_to_ask
     from groupwise.models.embedded import fetch_model
     from groupwise.training.short_memory import explain_short_memory
@@ -69,6 +68,7 @@ def generate(
     options += ["model.trust_remote_code=true"] if trust_remote_code else []
     config, longest = settings_to_ask(model, options, system=system, max_tokens=max_tokens)
     fetch_model(config.model)
+    start_processes(num_processes)  # now, so that a mistake is told once
     short = explain_short_memory(remedy=SHORT_OF_MEMORY)
     if many:
         from groupwise.models.load import resolve_device
