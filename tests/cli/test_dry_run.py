@@ -170,8 +170,12 @@ def test_a_dry_run_as_json_is_json_and_its_config_reads_back(groupwise, small, n
     assert load_config(again) == load_config("quickstart", small)
 
 
-def test_a_dry_run_tells_of_settings_without_effect(groupwise, small, no_weights):
-    assert "note: rollout.top_p=0.9 cuts tokens" in groupwise("train", "quickstart", *small, "top_p=0.9", "--dry-run").stdout
+@pytest.mark.parametrize("words", [["train", "--dry-run"], ["doctor"]], ids=["dry run", "doctor"])
+def test_settings_without_effect_are_told_before_a_run(groupwise, small, no_weights, words):
+    words = [*words, "quickstart", *small, "top_p=0.9"]
+    assert "note: rollout.top_p=0.9 cuts tokens" in groupwise(*words).stdout
+    told = json.loads(groupwise(*words, "--json").stdout)["notes"]
+    assert any(note.startswith("rollout.top_p=0.9 cuts tokens") for note in told)
 
 
 def test_kernels_that_the_lean_decoder_never_calls_are_told(groupwise, small, no_weights):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from groupwise.doctor import Finding
     from groupwise.engines.builtin.fast_paths import Choice
 
-__all__ = ["doctor", "print_finding", "report"]
+__all__ = ["doctor", "print_finding", "print_other_notes", "report"]
 
 STYLES = {"critical": "bold red", "warning": "yellow", "note": "cyan", "normal": "green"}
 
@@ -99,7 +99,7 @@ def _device_table(choices: Sequence[Choice], title: str, tolerance: float) -> Ta
     return table(("fast path", "operation", "ms", "plain, ms", f"apart, of {tolerance:g}", "taken"), rows, title)
 
 
-def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dict[str, object]]:
+def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dict[str, Any]]:
     from groupwise.tracking.reading import names_run, read_run
 
     if names_run(target):
@@ -121,30 +121,41 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
     from groupwise.config import load_config
 
     config = load_config(target, overrides)  # before torch is imported
-    from groupwise.doctor import diagnose_settings
+    from groupwise.doctor import diagnose_prepared
     from groupwise.models.embedded import fetch_model
+    from groupwise.training.setup import prepare
 
     fetch_model(config.model)
-    return diagnose_settings(config), {"settings": target}
+    prepared = prepare(config)
+    findings = diagnose_prepared(prepared)
+    prepared.rewards.close()
+    return findings, {"settings": target, "notes": prepared.notes}
 
 
-def _print(findings: Sequence[Finding], about: dict[str, object], examples: int) -> None:
+def _print(findings: Sequence[Finding], about: dict[str, Any], examples: int) -> None:
     from groupwise.cli.show import console
     from groupwise.tracking.text import harmless
 
     out = console()
     if "run" in about:
         out.print(harmless(f"{about['run']}: {about['steps']} steps, {about['state']}", "bold"), soft_wrap=True)
-        unreadable = about["unreadable"]
-        if isinstance(unreadable, dict) and unreadable:
-            left_out = ", ".join(f"{count} of {name}" for name, count in unreadable.items())
+        if about["unreadable"]:
+            left_out = ", ".join(f"{count} of {name}" for name, count in about["unreadable"].items())
             out.print(harmless(f"could not be read and left out: {left_out}", "yellow"), soft_wrap=True)
+    print_other_notes(about.get("notes", ()), findings, out)
     for finding in findings:
         print_finding(finding, examples, out)
     if str(about.get("verdict")).startswith(("Too early", "Nothing to judge")):
         out.print(harmless(f"{about['verdict']}.", "cyan"), soft_wrap=True)
     elif not any(finding.severity in ("critical", "warning") for finding in findings):
         out.print(harmless("No problem found.", "green"), soft_wrap=True)
+
+
+def print_other_notes(notes: Iterable[str], findings: Sequence[Finding], out: Console) -> None:
+    """Those that no finding says too."""
+    from groupwise.cli.show import print_notes
+
+    print_notes([note for note in notes if not any(note.startswith(one.summary) for one in findings)], out)
 
 
 def print_finding(finding: Finding, examples: int, out: Console) -> None:

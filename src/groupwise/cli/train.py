@@ -195,8 +195,8 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
 
 def _print_prepared(prepared: Prepared, findings: Sequence[Finding], everything: bool) -> None:
     """Print what is short last, so that it is still there to be read."""
-    from groupwise.cli.runs import print_finding
-    from groupwise.cli.show import console, print_notes, table
+    from groupwise.cli.runs import print_finding, print_other_notes
+    from groupwise.cli.show import console, table
     from groupwise.config import changed_settings
     from groupwise.config.dialect import yaml_text
     from groupwise.tracking.text import harmless
@@ -210,7 +210,7 @@ def _print_prepared(prepared: Prepared, findings: Sequence[Finding], everything:
     out.print(harmless(f"First prompt ({first['problem']}, {first['tokens']} tokens)", "bold"))
     out.print(harmless(first["text"]), soft_wrap=True)
     out.print(harmless(f"\nreference answer: {first['reference_answer']}\n", "dim"), soft_wrap=True)
-    print_notes([note for note in facts["notes"] if not any(note.startswith(one.summary) for one in findings)], out)
+    print_other_notes(facts["notes"], findings, out)
     for finding in findings:
         print_finding(finding, 0, out)
 
