@@ -35,14 +35,15 @@ def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def try_folder(path: Path) -> None:
-    """Look whether a folder can be made at ``path``, or in it where it is there; leave nothing.
+    """Look whether files can be written in a folder at ``path``, which may have to be made; leave nothing.
 
     Raises:
-        OSError: it cannot; ``filename`` is then the nearest folder that is there.
+        OSError: they cannot; ``filename`` is then the nearest folder that is there.
     """
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".groupwise-", dir=place))
+        with tempfile.TemporaryFile(dir=place) as trial:
+            trial.write(b"anything")  # a full disk may still take an empty file, or a folder
     except OSError as error:
         error.filename = str(place)
         raise

@@ -518,7 +518,7 @@ def test_where_no_trial_file_can_be_written_no_records_are_asked_for(groupwise, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("groupwise.cli.evaluate._judge", None)
-    monkeypatch.setattr("groupwise.cli.evaluate.tempfile.TemporaryFile", no_room)
+    monkeypatch.setattr("groupwise.durable.tempfile.TemporaryFile", no_room)
     result = groupwise("eval", "smollm2-135m-instruct", "--data", "arithmetic", "--out", tmp_path / "new" / "mine.jsonl")
     assert result.exit_code == 2
     assert f"cannot be written (No space left on device: {tmp_path}): records need a writable folder" in flat(result.stderr)

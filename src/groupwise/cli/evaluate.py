@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -115,24 +114,23 @@ def evaluate(
 
 def _check_out(out: Path) -> None:
     """Raise ConfigError where records cannot be written to ``out``, or would take the place of what is no file; leave nothing."""
+    from groupwise.durable import try_folder
     from groupwise.errors import ConfigError
 
-    remedy, parent = "name another --out FILE.jsonl", out.parent
+    remedy = "name another --out FILE.jsonl"
     try:
         if out.exists() and not out.is_file():
             kind = "a folder" if out.is_dir() else "no regular file"
             raise ConfigError(f"--out {str(out)!r} is {kind}, and records are written to a file: {remedy}")
         # Stopped, they lie beside a link; at the end where it leads to.
         for path in (out.absolute(), Path(os.path.realpath(out))):
-            parent = next(folder for folder in path.parents if folder.exists())
-            with tempfile.TemporaryFile(dir=parent) as trial:
-                trial.write(b"records")
+            try_folder(path.parent)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:  # the command says which name
             raise
         raise ConfigError(
-            f"--out {str(out)!r} cannot be written ({error.strerror or error}: {parent}): records need a writable folder with free "
-            f"space; {remedy}"
+            f"--out {str(out)!r} cannot be written ({error.strerror or error}: {error.filename}): records need a writable folder "
+            f"with free space; {remedy}"
         ) from error
 
 
