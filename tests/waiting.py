@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import timeit
 from collections.abc import Callable
 
-__all__ = ["LONG_S", "comes", "takes_linear_time"]
+__all__ = ["LONG_S", "comes", "free_port", "takes_linear_time"]
 
 LONG_S = 120.0
 """Far more than anything here takes, however busy the machine is."""
@@ -18,6 +19,13 @@ def comes(condition: Callable[[], object]) -> bool:
     while not (found := condition()) and time.monotonic() < give_up:
         time.sleep(0.01)
     return bool(found)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to, for a server that is about to start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def takes_linear_time(work: Callable[[int], object]) -> bool:

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import yaml
 
 from tests.distributed.slurm_stand_in import directives, submit
 from tests.distributed.two_processes import rows
+from tests.waiting import free_port
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 LONG_S = 600.0
@@ -80,12 +80,9 @@ def test_a_node_samples_by_vllm_until_the_others_have_saved_their_step(folder, e
     vllm = folder / "vllm-python"
     vllm.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("vllm_stand_in.py")} "$@"\n')
     vllm.chmod(0o755)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
     job = submit(
         LAUNCH / "slurm-vllm.sh", [str(tiny_folder), "long.yaml"], folder,
-        {**environment, "VLLM_PYTHON": str(vllm), "VLLM_PORT": port, "RUN_FOLDER": "runs/mine"},
+        {**environment, "VLLM_PYTHON": str(vllm), "VLLM_PORT": str(free_port()), "RUN_FOLDER": "runs/mine"},
         nodes="3", ntasks_per_node="1", cpus_per_task="1",
     )  # fmt: skip
     run = folder / "runs/mine"

@@ -19,7 +19,7 @@ from groupwise.episodes.environments import Environments
 from groupwise.episodes.openenv import OpenEnv
 from groupwise.errors import TrainingError
 from groupwise.types import Problem, Prompt
-from tests.waiting import comes
+from tests.waiting import comes, free_port
 
 
 class Adder(OpenEnv):
@@ -143,9 +143,7 @@ uvicorn.run(create_app(AdderServer, Add, Sum, env_name="adder", max_concurrent_e
 def test_a_real_server_plays_it_too(tokenizer, tmp_path: Path):
     """More episodes one after the other than it has room for at a time."""
     pytest.importorskip("openenv", exc_type=ImportError)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "server.py").write_text(SERVER)
     server = subprocess.Popen(
         [sys.executable, str(tmp_path / "server.py"), str(port)], env={**os.environ, "ENABLE_WEB_INTERFACE": "false"}
