@@ -105,6 +105,20 @@ def test_the_driver_s_context_is_there_when_one_asks_what_is_free(monkeypatch):
     assert short_memory.memory_shortage(config, gpu, processes=1).free == free
 
 
+def test_what_an_earlier_run_of_the_process_has_freed_is_free(monkeypatch):
+    """PyTorch's allocator keeps it, and the driver counts it as taken: a second run on the same GPU was refused."""
+    kept = 22 * 2**30
+
+    def give_back():
+        nonlocal kept
+        kept = 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 * 2**30 - kept, 24 * 2**30))
+    assert short_memory.memory_shortage(load_config("gsm8k-1.5b-24gb"), torch.device("cuda"), processes=1) is None
+
+
 def test_a_machine_that_cannot_bring_a_checkpoint_together_is_named_before_the_run(monkeypatch):
     """16 bytes for each of 7.6 billion weights, in the first process."""
     gpu, free = torch.device("cuda"), 64 * 2**30

@@ -16,7 +16,7 @@ from groupwise.config.schema import Config
 from groupwise.distributed.open import world_size
 from groupwise.distributed.sharding import chosen_sharding
 from groupwise.errors import ModelError, TrainingError
-from groupwise.memory import available_memory_bytes, is_shortage
+from groupwise.memory import available_memory_bytes, is_shortage, reclaim_memory
 from groupwise.models.devices import with_dtype
 from groupwise.models.load import resolve_device
 from groupwise.models.saving import free_disk_bytes
@@ -66,6 +66,8 @@ def memory_shortage(
     setup = planned(config, device, prompt_tokens, size)
     if setup is None:
         return None
+    if device.type == "cuda":
+        reclaim_memory()  # what an earlier run of this process has freed, and PyTorch keeps, is not free to the driver
     peak, free = peak_phase(phases(setup)), available_memory_bytes()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", setup.processes_here if device.type == "cuda" else size))
     together = f", in {here} processes" if here > 1 else ""
