@@ -184,23 +184,41 @@ def test_a_card_is_known_by_its_whole_name_and_has_its_own_memory(label, mebibyt
 
 
 def test_a_gpu_that_a_process_does_not_see_is_not_planned_for(monkeypatch):
-    asked = []
-
     def answer(query, **rest):
-        asked.append(query)
-        return SimpleNamespace(stdout="NVIDIA H100 80GB HBM3, 81559\n")
+        named = [word.removeprefix("--id=") for word in query if word.startswith("--id=")]
+        return SimpleNamespace(stdout="".join(f"card {card}, 81559\n" for card in named or range(4)))
 
     monkeypatch.setattr(hardware.subprocess, "run", answer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     for visible, found, *index in (
         (None, "0"), ("", None), ("-1", None), ("3,1", "3"), ("GPU-8f6d", "GPU-8f6d"),
-        (None, "1", 1), ("3, 1", "1", 1), ("3", None, 1),
+        (None, "1", 1), ("3, 1", "1", 1), ("3", None, 1), ("4", None),
     ):  # fmt: skip
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        asked.clear()
-        assert hardware.present_gpu(*index) == (None if found is None else ("NVIDIA H100 80GB HBM3", 81559 * 2**20))
-        assert [f"--id={found}" in query for query in asked] == ([] if found is None else [True])
+        assert hardware.present_gpu(*index) == (None if found is None else (f"card {found}", 81559 * 2**20))
+
+
+def test_cards_that_differ_are_counted_as_cuda_counts_them(monkeypatch):
+    """nvidia-smi goes by the bus and CUDA by speed: a plan for ``cuda:0`` was one for the slower card."""
+    names = {"NVIDIA GeForce RTX 3060": 12288, "NVIDIA GeForce RTX 4090": 24564}
+    by_bus = [(name, mebibytes * 2**20) for name, mebibytes in names.items()]
+    by_speed = [SimpleNamespace(name=name, total_memory=size) for name, size in reversed(by_bus)]
+    listed = "".join(f"{name}, {mebibytes}\n" for name, mebibytes in names.items())
+    monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", by_speed.__getitem__)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    assert [hardware.present_gpu(index) for index in (0, 1)] == by_bus[::-1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hardware.present_gpu(0) == by_bus[0], "without CUDA in PyTorch the driver's answer is all there is"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert [hardware.present_gpu(index) for index in (0, 1)] == by_bus
 
 
 def test_a_gpu_without_memory_of_its_own_has_the_machine_s(monkeypatch):

@@ -116,10 +116,18 @@ def present_gpu(index: int = 0) -> tuple[str, int] | None:
     chosen = str(index) if listed is None else ",".join(listed.split(",")[index : index + 1]).strip()
     if chosen in ("", "-1"):
         return None
-    query = ["nvidia-smi", f"--id={chosen}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    numbered = chosen.isdecimal()
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout
-        name, _, mebibytes = answer.splitlines()[0].rpartition(",")
+        listing = subprocess.run(
+            query if numbered else [*query, f"--id={chosen}"], capture_output=True, text=True, check=True, timeout=20
+        )
+        cards = listing.stdout.splitlines()
+        # nvidia-smi counts cards by their place on the bus; CUDA counts the fastest first, unless it is told otherwise.
+        apart = numbered and len(set(cards)) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+        if apart and (known := _known_to_torch(index)) is not None:
+            return known
+        name, _, mebibytes = cards[int(chosen) if numbered else 0].rpartition(",")
         shared = mebibytes.strip() == "[N/A]"  # with the processor, as that of GB10
         return name.strip(), total_memory_bytes() if shared else int(mebibytes) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
