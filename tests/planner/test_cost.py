@@ -120,7 +120,8 @@ def test_what_a_step_sends_is_a_hand_count(sharding):
 
 
 def test_an_offloaded_update_crosses_the_bus_with_gradients_and_masters():
-    """A gradient of 2 bytes one way and a master of 4 the other, at 20 GB/s; the optimiser's traffic is then the machine's memory's."""
+    """A gradient of 2 bytes for each pass one way and a master of 4 the other, at 20 GB/s; the optimiser's traffic, and that of
+    adding gradients to an fp32 sum, is then the machine's memory's."""
     card, own = HARDWARE["a100-80gb"], HARDWARE["cpu"].bytes_per_s
     common = ["training.sharding=none", "algorithm.kl=null", "optimizer.precision=masters"]
     near, away = (
@@ -128,8 +129,15 @@ def test_an_offloaded_update_crosses_the_bus_with_gradients_and_masters():
         for offload in ("false", "true")
     )
     slower = step_cost(away, card).optimizer_s - step_cost(near, card).optimizer_s
-    traffic = (4 + 2 * 8 + 2 * 4 + 2) * near.trained
-    assert slower == pytest.approx(6 * near.trained / 20e9 + traffic * (1 / own - 1 / (card.bytes_per_s * card.bandwidth_share)))
+    traffic, passes = (4 + 2 * 8 + 2 * 4 + 2) * near.trained, away.passes
+    assert passes > 1
+    crossing = (2 * passes + 4) * near.trained / 20e9 + (passes - 1) * (4 + 4 + 2) * near.trained / own
+    assert slower == pytest.approx(crossing + traffic * (1 / own - 1 / (card.bytes_per_s * card.bandwidth_share)))
+    shorter = away.config.training.micro_batch_tokens // 2
+    near, more = (setup.changed(training__micro_batch_tokens=shorter) for setup in (near, away))
+    assert more.passes > passes
+    assert step_cost(more, card).step_s > step_cost(away, card).step_s
+    assert step_cost(more, card).step_s - step_cost(near, card).step_s > slower
 
 
 def test_an_hour_and_an_epoch_are_those_of_the_step():

@@ -186,12 +186,14 @@ _BUS_BYTES_PER_S = 20e9
 
 
 def _update_s(setup: Setup, bandwidth: float) -> float:
-    """Seconds of an update. In the machine's own memory where the optimiser is offloaded: gradients cross the bus one way, masters
-    the other, to be rounded there."""
+    """Seconds of an update. In the machine's own memory where the optimiser is offloaded: gradients cross the bus after each pass,
+    and are added up in fp32; masters cross it the other way once, to be rounded there."""
     if not (setup.device == "cuda" and setup.config.optimizer.offload):
         return _optimizer_bytes(setup) / bandwidth
-    crossing = (setup.weight_bytes + 4) * setup.trained / _BUS_BYTES_PER_S
-    return crossing + _optimizer_bytes(setup) / HARDWARE["cpu"].bytes_per_s
+    s, passes = setup.weight_bytes, setup.passes
+    crossing = (s * passes + 4) * setup.trained / _BUS_BYTES_PER_S
+    adding = (passes - 1) * (4 + 4 + s) * setup.trained  # the first pass's gradients become the sum
+    return crossing + (adding + _optimizer_bytes(setup)) / HARDWARE["cpu"].bytes_per_s
 
 
 def _reference_transfer_s(setup: Setup) -> float:
