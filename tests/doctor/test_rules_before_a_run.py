@@ -354,10 +354,12 @@ def test_a_run_that_is_to_follow_tries_few_problems(prepared):
 
 @pytest.mark.parametrize(("needed", "severity"), [(10.5, "warning"), (12.0, "critical")])
 def test_a_plan_beyond_what_is_free_is_told_and_far_beyond_it_critical(prepared, needed, severity):
-    short = Shortage(int(needed * 2**30), 10 * 2**30, f"this run will need about {needed} GiB, and 10 are free")
+    sentence = f"this run will need about {needed} GiB, and 10 are free"
+    short = Shortage(int(needed * 2**30), 10 * 2**30, sentence, "set a smaller one")
     found = rules_of(check_before(replace(prepared(), short_of_memory=short)))
     assert found["memory-short"].severity == severity
     assert found["memory-short"].summary.endswith("10 are free")
+    assert found["memory-short"].remedy == "Set a smaller one."
 
 
 def test_only_what_is_critical_about_settings_and_rewards_is_refused(prepared):

@@ -119,6 +119,46 @@ def test_what_an_earlier_run_of_the_process_has_freed_is_free(monkeypatch):
     assert short_memory.memory_shortage(load_config("gsm8k-1.5b-24gb"), torch.device("cuda"), processes=1) is None
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ([], "training.offload_reference=true, optimizer.offload=true, optimizer.precision=masters-8bit or model.lora"),
+        (["algorithm.kl=null"], "optimizer.offload=true, optimizer.precision=masters-8bit or model.lora"),
+        (["optimizer.offload=true", "training.offload_reference=true"], "model.lora"),
+        (["optimizer.precision=stochastic", "training.offload_reference=true"], "model.lora"),
+        (["model.gradient_checkpointing=false", "model.lora.rank=16"], "model.gradient_checkpointing=true"),
+        (["model.lora.rank=16"], None),
+    ],
+)
+def test_what_is_named_against_a_gpu_s_short_memory_is_not_on_already(settings, named, monkeypatch):
+    """1.5B with checkpointing, fp32 masters and a reference: checkpointing was named, and nothing that leaves the GPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 80 * 2**30))
+    monkeypatch.setattr(short_memory, "available_memory_bytes", lambda: 2**40)
+    config, gpu = load_config("gsm8k-1.5b-8gpu", settings), torch.device("cuda")
+    remedy = short_memory.memory_shortage(config, gpu, processes=1).remedy
+    words = "lower training.micro_batch_tokens or rollout.max_concurrent_sequences"
+    assert remedy.startswith(f"{words}, set {named}; " if named else f"{words}; ")
+    less = short_memory.less_memory(short_memory.planned(config, gpu, processes=1))
+    assert less == (named or "")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        microbatches.PassBudget(100, less_memory=less).attempt(out_of_memory, lambda: None, lambda: None)
+    others = f"set {named}, or " if named else ""
+    assert caught.value.__notes__[0].endswith(f"would help: {others}lower rollout.max_completion_tokens")
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError
+
+
+def test_where_the_weights_are_divided_nothing_is_moved_out_of_the_gpu(monkeypatch):
+    """Dividing them goes with none of it."""
+    setup = short_memory.planned(load_config("gsm8k-7b-8gpu"), torch.device("cuda"), processes=8)
+    assert setup.sharding != "none"
+    assert "offload" not in short_memory.less_memory(setup)
+    assert "precision" not in short_memory.less_memory(setup)
+    assert short_memory.less_memory(replace(setup, device="cpu")) == "model.lora"
+
+
 def test_a_machine_that_cannot_bring_a_checkpoint_together_is_named_before_the_run(monkeypatch):
     """16 bytes for each of 7.6 billion weights, in the first process."""
     gpu, free = torch.device("cuda"), 64 * 2**30

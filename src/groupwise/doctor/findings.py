@@ -62,6 +62,8 @@ class Evidence:
     """At most three."""
     severity: Severity | None = None
     """Where it differs from the rule's own."""
+    remedy: str | None = None
+    """Where it differs from the rule's own."""
 
 
 @dataclass(frozen=True, slots=True)

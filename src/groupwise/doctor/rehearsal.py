@@ -197,7 +197,7 @@ def cut_for_the_judge(rehearsal: Rehearsal) -> Evidence | None:
 
 
 def memory_short(rehearsal: Rehearsal) -> Evidence | None:
-    """A plan is off by a tenth or less, so that a run which needs more than that beyond what is free will be killed."""
+    """A plan is off by a tenth or less, so that a run which needs more than that beyond what is free will end early."""
     short = rehearsal.prepared.short_of_memory
     if short is None:
         return None
@@ -205,6 +205,7 @@ def memory_short(rehearsal: Rehearsal) -> Evidence | None:
         short.sentence,
         numbers={"needed_bytes": short.needed, "free_bytes": short.free},
         severity="critical" if short.needed > 1.1 * short.free else None,
+        remedy=f"{short.remedy[0].upper()}{short.remedy[1:]}.",
     )
 
 

@@ -34,8 +34,8 @@ class Rule:
         if evidence is None:
             return None
         return Finding(
-            self.name, self.title, evidence.severity or self.severity, evidence.summary, self.meaning, self.remedy, evidence.steps,
-            evidence.numbers, evidence.examples,
+            self.name, self.title, evidence.severity or self.severity, evidence.summary, self.meaning,
+            evidence.remedy or self.remedy, evidence.steps, evidence.numbers, evidence.examples,
         )  # fmt: skip
 
 
@@ -132,10 +132,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "memory-short", "rehearsal", "Less memory free than the run will need", "warning", rehearsal.memory_short,
-        "The plan counts completions that all reach the limit. A process that takes more than there is gets killed, mostly late in "
-        "the run.",
-        "Lower training.micro_batch_tokens or rollout.max_concurrent_sequences, set model.gradient_checkpointing or model.lora, or "
-        "free memory; `groupwise plan` says what takes how much.",
+        "The plan counts completions that all reach the limit. A process that takes more than the machine has gets killed, mostly "
+        "late in the run. On a GPU passes, and sequences at once, are halved, which is slower; where that does not help the run ends.",
+        "Free memory, or change the settings that `groupwise plan` suggests.",
     ),
     Rule(
         "reward-constant", "run", "A reward function gives everybody the same", "warning", rewarding.constant,

@@ -59,7 +59,7 @@ def train(
                 config, world, recipe=recipe, run_folder=run_folder, rewards=rewards, console=console,
                 resume_from=resume_from, resume=resume, accept_changes=accept_changes, check=check,
             )
-        ) as run, run.signals, explain_short_memory(run.saved):  # fmt: skip
+        ) as run, run.signals, explain_short_memory(run.saved, run.short_of_memory):  # fmt: skip
             run.signals.interruptible = interruptible
             if run.is_new:
                 run.evaluate_at_start("base")

@@ -21,7 +21,10 @@ from groupwise.models.module_scorer import Padded
 from groupwise.models.packing import Packed, PackedTokens
 from groupwise.models.scorer import Scorer
 
-__all__ = ["MicroBatch", "PassBudget", "cut", "sampled_alone"]
+__all__ = ["LESS_MEMORY", "MicroBatch", "PassBudget", "cut", "sampled_alone"]
+
+LESS_MEMORY = "model.gradient_checkpointing=true or model.lora"
+"""Settings for a run of which no more is known."""
 
 
 @dataclass
@@ -87,9 +90,13 @@ class PassBudget:
     The gradient does not depend on it, so a step that is done again has the same numbers.
     """
 
-    def __init__(self, tokens: int, *, fixed: bool = False, tell: Callable[[str], object] = lambda sentence: None) -> None:
-        """``fixed``: never halve it. Where passes speak to other processes, one alone cannot do them again. ``tell``: hears of it."""
-        self.tokens, self.fixed, self.tell = tokens, fixed, tell
+    def __init__(
+        self, tokens: int, *, fixed: bool = False, tell: Callable[[str], object] = lambda sentence: None,
+        less_memory: str = LESS_MEMORY,
+    ) -> None:  # fmt: skip
+        """``fixed``: never halve it. Where passes speak to other processes, one alone cannot do them again. ``tell``: hears of
+        it. ``less_memory``: settings that help where halving does not."""
+        self.tokens, self.fixed, self.tell, self.less_memory = tokens, fixed, tell, less_memory
         self.halvings = 0
         """Since the run began."""
 
@@ -135,9 +142,10 @@ class PassBudget:
 
     def _remedy(self, tokens: int | None) -> str:
         if tokens is None:
+            others = f"set {self.less_memory}, or " if self.less_memory else ""
             return (
-                "a pass of a single completion did not fit, and no smaller training.micro_batch_tokens would help: set "
-                "model.gradient_checkpointing=true or model.lora, or lower rollout.max_completion_tokens"
+                "a pass of a single completion did not fit, and no smaller training.micro_batch_tokens would help: "
+                f"{others}lower rollout.max_completion_tokens"
             )
         return (
             f"set training.micro_batch_tokens={self._half_of(tokens)}, which leaves the numbers as they are: a pass of {tokens:,} tokens "

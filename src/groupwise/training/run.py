@@ -41,7 +41,7 @@ from groupwise.training.resume import about_run
 from groupwise.training.seeds import seed_generators
 from groupwise.training.setup import Prepared
 from groupwise.training.sharding import Sharding, with_whole_weights
-from groupwise.training.short_memory import planned, rows_that_fit, tokens_that_fit
+from groupwise.training.short_memory import less_memory, planned, rows_that_fit, short_of_memory, tokens_that_fit
 from groupwise.training.stopping import AbandonStep, StopSignals
 from groupwise.training.warm_start import warm_start
 from groupwise.training.window import HeldWindow
@@ -125,7 +125,9 @@ class Run:
         if self.engine.limit is not None:
             self.engine.limit.tell = self.notices.note
         tokens = self.config.training.micro_batch_tokens
-        self.budget = PassBudget(tokens, fixed=self.sharding.divides_weights, tell=self.notices.note)
+        self.budget = PassBudget(
+            tokens, fixed=self.sharding.divides_weights, tell=self.notices.note, less_memory=less_memory(self._plan)
+        )
         output = self.config.output
         self.writer = CheckpointWriter(
             self.folder.checkpoints, output.keep_checkpoints, output.keep_best, output.checkpoint_in_background,
@@ -202,6 +204,11 @@ class Run:
     @cached_property
     def _plan(self) -> Setup | None:
         return planned(self.config, self.scorer.device, processes=self.world.size)
+
+    @property
+    def short_of_memory(self) -> str:
+        """What to set where its memory runs out."""
+        return short_of_memory(self._plan)
 
     def _planned(self, prompts: Sequence[Prompt]) -> Setup | None:
         longest = max(len(prompt.token_ids) for prompt in prompts)

@@ -26,17 +26,44 @@ from groupwise.planner.shape import find_shape
 from groupwise.planner.state import state
 from groupwise.tracking import RunFolder
 from groupwise.training.checkpoint_folder import latest_checkpoint
+from groupwise.training.microbatches import LESS_MEMORY
 
 __all__ = [
     "SHORT_OF_MEMORY", "SHORT_WHILE_JUDGING", "Shortage", "checkpoint_note", "disk_note", "explain_short_memory",
-    "memory_shortage", "planned", "rows_that_fit", "tokens_that_fit",
+    "less_memory", "memory_shortage", "planned", "rows_that_fit", "short_of_memory", "tokens_that_fit",
 ]  # fmt: skip
 
 _GIB = 2**30
-SHORT_OF_MEMORY = (
-    "lower training.micro_batch_tokens or rollout.max_concurrent_sequences, set model.gradient_checkpointing or model.lora; "
-    "`groupwise plan` says what takes how much"
-)
+
+
+def less_memory(setup: Setup | None) -> str:
+    """Settings that are not on, and by which the run would take less memory; empty where there are none."""
+    if setup is None:
+        return LESS_MEMORY
+    config, precision = setup.config, setup.config.optimizer.precision
+    movable = setup.device == "cuda" and not setup.adapted and setup.sharding == "none"
+    with_masters = movable and not setup.offloaded and precision.startswith("masters")
+    helps = {
+        "model.gradient_checkpointing=true": not config.model.gradient_checkpointing,
+        "training.offload_reference=true": movable and setup.has_reference and not setup.parked,
+        "optimizer.offload=true": with_masters,
+        "optimizer.precision=masters-8bit": with_masters and precision == "masters" and not setup.in_fp32,
+        "model.lora": not setup.adapted,
+    }
+    *others, last = [name for name, yes in helps.items() if yes] or [""]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def short_of_memory(setup: Setup | None) -> str:
+    """What to set where a run's memory is short."""
+    settings = less_memory(setup)
+    return (
+        "lower training.micro_batch_tokens or rollout.max_concurrent_sequences"
+        f"{f', set {settings}' if settings else ''}; `groupwise plan` says what takes how much"
+    )
+
+
+SHORT_OF_MEMORY = short_of_memory(None)
 SHORT_WHILE_JUDGING = "lower rollout.max_concurrent_sequences or evaluation.max_completion_tokens, or set model.quantization"
 _CONTEXT = 400 * 2**20
 """Of what a plan allows for a process on a GPU, the driver's context, which is there once one asks how much is free."""
@@ -91,6 +118,7 @@ def memory_shortage(
         there,
         f"this run will need about {needed / _GIB:.1f} GiB of memory{together} ({peak.name}: most for {peak.cause.name}), and "
         f"{there / _GIB:.1f} GiB are free",
+        short_of_memory(setup),
     )
 
 

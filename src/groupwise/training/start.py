@@ -57,7 +57,7 @@ from groupwise.training.run import Run
 from groupwise.training.setup import Prepared, prepare
 from groupwise.training.sharding import Sharding, loading_device, make_sharding
 from groupwise.training.sharding.divided import tie_as_first
-from groupwise.training.short_memory import explain_short_memory
+from groupwise.training.short_memory import explain_short_memory, planned, short_of_memory
 from groupwise.training.stopping import StopSignals
 
 __all__ = ["Beginning", "RunFolderResolver", "finished_run", "start"]
@@ -251,7 +251,8 @@ def start(
         for sentence in prepared.rewards.load() if world.is_first or not prepared.rewards.by_one else ():
             trackers.say(sentence, "dim")
         _refuse_unseen(beginning.model, world)
-        with explain_short_memory(lambda: "nothing is lost: the run had not begun"):
+        remedy = short_of_memory(planned(config, resolve_device(config.model.device), processes=world.size))
+        with explain_short_memory(lambda: "nothing is lost: the run had not begun", remedy):
             parts = _load_parts(config, world, beginning.model, prepared, folder, trackers)
         release_freed_memory()
     except BaseException:
