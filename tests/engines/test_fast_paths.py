@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3TextConfig, GPT2Config, Qwen2Config
 from typer.testing import CliRunner
 
 from groupwise.cli import app
@@ -249,6 +249,17 @@ def test_a_model_that_no_decoder_computes_has_nothing_to_choose(own_cache, shape
             path.switch(not path.unchecked)
         again()
         assert switches() == here
+
+
+def test_each_kind_of_layer_is_compared():
+    """The first five layers of six have a window in Gemma 3, so the two that were compared were of one kind."""
+    gemma = Gemma3TextConfig(**{**TINY, "num_hidden_layers": 12, "head_dim": 16, "sliding_window": 8})
+    decoder = fast_paths._small(gemma, torch.float32, CPU)
+    assert (decoder.windows, decoder.kinds) == ([None, 8], [1, 0])
+    windowed = Qwen2Config(**{**SHAPE.to_dict(), "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8,
+                              "max_window_layers": 2, "layer_types": None})  # fmt: skip
+    assert fast_paths._small(windowed, torch.float32, CPU).windows == [None, 8]
+    assert len(fast_paths._small(SHAPE, torch.float32, CPU).layers) == 2, "of one kind there are as many"
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8])

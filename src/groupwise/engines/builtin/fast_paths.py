@@ -461,14 +461,15 @@ _OPERATIONS: dict[str, Callable[[Decoder], Action]] = {
 def _small(
     config: Any, dtype: torch.dtype, device: torch.device, layers: int = _LAYERS, vocabulary: int = _VOCABULARY
 ) -> Decoder | None:
-    """So many layers of the shape, with random weights at which every part of a layer adds about as much as the others: a mistake in any
-    shows. PyTorch's generators of random numbers stay as they were."""
+    """So many layers of the shape, one of each kind before others, with random weights at which every part of a layer adds about as
+    much as the others: a mistake in any shows. PyTorch's generators of random numbers stay as they were."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
     config.vocab_size = min(vocabulary, max(config.vocab_size, 64))  # the passes below have tokens up to 43
     config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+        kinds = dict.fromkeys(config.layer_types)
+        config.layer_types = [*kinds, *config.layer_types][: config.num_hidden_layers]
     state = torch.get_rng_state()
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
