@@ -15,9 +15,11 @@ import torch
 from groupwise.config.schema import OptimizerConfig
 from groupwise.engines.base import SampleRequest, SamplingSettings
 from groupwise.engines.builtin import runner as runner_module
+from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.engines.builtin.runner import Runner
 from groupwise.engines.wrappers import QueuedRequest, SamplingThread
 from groupwise.memory import DEVICE_WIDE, reclaim_memory
+from groupwise.models.decoder import Decoder
 from groupwise.training.optimizer import MasterAdamW
 from groupwise.types import Problem, Prompt
 
@@ -116,6 +118,25 @@ def test_where_no_graph_can_be_captured_steps_are_launched(monkeypatch, kind):
     assert runner._launches
     monkeypatch.setattr(runner, "_replay", lambda step: pytest.fail("it tried again"))
     assert len(runner.run(second, 3)[0]) == 3
+
+
+def test_a_graph_that_could_not_be_captured_is_not_tried_again_by_the_next_call(tiny_llama, tokenizer, make_prompts, monkeypatch):
+    """Each call of a run tried, and told it again."""
+    tried, told = [], []
+
+    def fail(runner, step):
+        tried.append(step)
+        raise RuntimeError("CUDA error: operation not permitted")
+
+    monkeypatch.setattr(runner_module, "GRAPHS", {"cpu"})
+    monkeypatch.setitem(runner_module.BURSTS, "cpu", 4)
+    monkeypatch.setattr(Runner, "_capture", fail)
+    engine = BuiltinEngine(Decoder(tiny_llama()), tokenizer, ())
+    engine.limit.tell = told.append
+    for scope in ("one", "two"):
+        engine.sample(make_prompts([5]), 2, SamplingSettings(8), seed=0, scope=scope)
+        assert len(tried) == len(told) == 1
+    assert "steps are launched one by one" in told[0]
 
 
 def test_a_graph_is_captured_with_nobody_else_at_the_device(monkeypatch):

@@ -196,6 +196,13 @@ class RowLimit:
         """Since the run began."""
         self.tell: Callable[[str], object] = logger.warning
         """Who hears of it."""
+        self.launches = False
+        """Whether decode steps are launched one by one, since a graph could not be captured."""
+
+    def give_up_graphs(self, sentence: str) -> None:
+        """Capture none from here on: a second try costs as much, and says the same. ``sentence``: why."""
+        self.launches = True
+        self.tell(sentence)
 
     def metrics(self) -> dict[str, Metric]:
         return {"memory/sampling_halvings": Sum(self.halvings)}

@@ -337,7 +337,8 @@ class _Batch:
         # Merging takes large blocks in passing, between the copies that stay: in the heap they would leave gaps as large as all of them.
         with blocks_of_their_own() if isinstance(self.decoder, MergedDecoder) else nullcontext():
             self.weights = DecodeWeights(self.decoder, self.max_rows, settings.in_8_bits)
-        self.runner = Runner(self.decoder, self.weights, self.cache, self.draw, engine.limit.tell)
+        limit = engine.limit  # which outlives the call
+        self.runner = Runner(self.decoder, self.weights, self.cache, self.draw, limit.give_up_graphs, limit.launches)
         self.burst = burst_length(self.decoder.device)
         self.step: DecodeStep | None = None
         self.changed = self.padded = False

@@ -45,11 +45,12 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: Decoder, weights: DecodeWeights, cache: Cache, draw: Draw, tell: Callable[[str], object] = logger.warning
-    ) -> None:
-        """``tell``: hears of a graph that could not be captured."""
+        self, decoder: Decoder, weights: DecodeWeights, cache: Cache, draw: Draw, tell: Callable[[str], object] = logger.warning,
+        launches: bool = False,
+    ) -> None:  # fmt: skip
+        """``tell``: hears of a graph that could not be captured. ``launches``: whether graphs are given up already."""
         self.decoder, self.weights, self.cache, self.draw, self.tell = decoder, weights, cache, draw, tell
-        self._launches = False
+        self._launches = launches
         """Whether graphs are given up."""
         self._graph: Any = None
         self._captured: DecodeStep | None = None
