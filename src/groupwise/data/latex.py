@@ -57,14 +57,25 @@ SIGNS: Mapping[str, str] = {
 SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 RAISED, LOWERED = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 ROOT = re.compile(r"√\s?(?:\(([^()]*)\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    whole, top, bottom = (int(number) for number in mixed.groups() if number)
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
 REWRITTEN = tuple(
     (re.compile(pattern), meant)
     for pattern, meant in (
         (r"\\(?:left|right|displaystyle|limits|big|Big|bigg|Bigg)(?![A-Za-z])", ""),
         (r"\\(?:boxed|fbox) ?(?=\{)", ""),  # math-verify reads nothing else than what is in the box
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?<![\\A-Za-z])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"(?:(?<!\\)\\|(?<![\\A-Za-z]))sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
+        (
+            r"\\(frac|binom) ?([0-9]|\{[^{}]*\}) ?([0-9](?![0-9])|\{[^{}]*\})",
+            lambda found: rf"\{found[1]}{{{found[2].strip('{}')}}}{{{found[3].strip('{}')}}}",
+        ),
         (r"\\(?:textnormal|textrm|mbox|mathrm)(?![A-Za-z])", r"\\text"),
         (r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le"),
         (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
@@ -80,11 +91,23 @@ REWRITTEN = tuple(
         (r"(?<!\\log)_\{\s?([0-9]+|[A-Za-z])\s?\}(?!\s?[0-9])", r"_\1"),
         (r"\\log\s?_\s?([0-9A-Za-z])(?![0-9])", r"\\log_{\1}"),  # math-verify reads log_10 5 as 5 times log_1 0
         (r"\(([0-9A-F]+)\)_", r"\1_"),
-        (r"(?<=[0-9])\s+(?=i(?![A-Za-z]))", ""),
+        # math-verify takes an i for a complex number where it stands alone, and for a real one, another letter, in 2i.
+        (r"(?<=[0-9])\s*(?=i(?![A-Za-z]))", " "),
         (r"(?<!\\)\{\s?([0-9]{1,3}(?:,[0-9]{3})+)\s?\}", lambda found: "{" + found[1].replace(",", "") + "}"),
-        # A number before a bracket is a factor; math-verify takes 5(6) for the mixed number 5 + 6.
+        # Mixed numbers: math-verify reads (2+1)/2 in 2 1/2, and the product in 2\frac{1}{2}\pi.
+        (
+            r"(?<![0-9A-Za-z.,^_/])([0-9]+)(?:\s+([0-9]+) ?/ ?([0-9]+)(?! ?(?:[0-9A-Za-z./(!^]|\\(?!text)))|"
+            r" ?\\frac\{([0-9]+)\}\{([0-9]+)\}(?! ?[!^]))",
+            _improper,
+        ),
+        # Numbers, fractions and binomials side by side are factors; math-verify takes 5(6) for the mixed number 5 + 6.
         (r"(?<![\\A-Za-z0-9.,_^])([0-9]+(?:\.[0-9]+)?) ?(?=\((?:[-+0-9.]|\\(?!text))[^,;()]*\))", r"\1\\cdot"),
-        (r"\) ?(?=\((?:[-+0-9.]|\\(?!text))[^,;()]*\))", r")\\cdot"),
+        (r"(?<=[0-9]) ?(?=\\binom(?![A-Za-z]))", r"\\cdot"),
+        (
+            r"((?<!\\)\)|\\(?:frac|binom)\{[^{}]*\}\{[^{}]*\}) ?"
+            r"(?=[0-9]|\\(?:frac|binom)(?![A-Za-z])|\((?:[-+0-9.]|\\(?!text))[^,;()]*\))",
+            r"\1\\cdot ",
+        ),
     )
 )
 UNREADABLE = re.compile(
@@ -100,10 +123,8 @@ UNREADABLE = re.compile(
 )
 ARGUMENTS = re.compile(r"\\(?:frac|binom)\s*(?:[0-9]|\{[^{}]*\})\s*(?:[0-9]|\{[^{}]*\})|_[0-9]+\s*")
 """Numbers side by side that belong to a command, and an index."""
-SIDE_BY_SIDE = re.compile(
-    r"[0-9]\s+(?![0-9]+ ?/ ?[0-9])[0-9.]|[0-9]\s*\{\s*[0-9]|(?<![A-Za-z0-9}\])^_])\{[0-9.]+\}\s*[0-9{(]|\.[0-9]+\."
-)
-"""Two numbers without a sign between them, but for ``2 1/2``: math-verify adds them (``5 6`` is 11) or drops all but zeros (``10 000``)."""
+SIDE_BY_SIDE = re.compile(r"[0-9]\s+[0-9.]|[0-9]\s*\{\s*[0-9]|(?<![A-Za-z0-9}\])^_])\{[0-9.]+\}\s*[0-9{(]|\.[0-9]+\.")
+"""Two numbers without a sign between them: math-verify adds them (``5 6`` is 11) or drops all but zeros (``10 000``)."""
 WORD_AFTER_NUMBER = re.compile(r"(?<=[0-9])(\s*)([A-Za-z]{2,})(?![A-Za-z])")
 EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
 RELATION = re.compile(rf"{EQUALS.pattern}|[<>]|\\(?:le|ge|neq?)(?![A-Za-z])")
@@ -138,6 +159,10 @@ DIGITS = re.compile("[0-9]+")
 JOINED = re.compile(r"[0-9]+(?:-[0-9]+)+|[0-9]+(?: ?[-/] ?[0-9]+){2}")
 """A date, a telephone number, a score, a range; as a difference or a quotient one could not tell it."""
 ELEMENT_OF = re.compile(r"^[A-Za-z]\s?\\in(?![A-Za-z])\s*")
+OR = re.compile(r"\s*(?:\\text\s?\{\s*or\s*\}|(?<=\s)or(?=\s))\s*")
+BOUND = re.compile(r"([A-Za-z]) ?(<|>|\\[lg]e(?![A-Za-z])) ?((?:[^A-Za-z<>=,;]|\\(?:frac|sqrt|pi)(?![A-Za-z]))+)")
+BOUNDED = {"<": r"(-\infty, %s)", r"\le": r"(-\infty, %s]", ">": r"(%s, \infty)", r"\ge": r"[%s, \infty)"}
+"""By its sign, the interval of the letter in a ``BOUND``."""
 SEVERAL_SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 
 
@@ -150,7 +175,8 @@ def latex_equivalent(answer: str, reference: str, timeout_s: float = algebra.TIM
     """
     if max(len(answer), len(reference)) > LONGEST_EXPRESSION:
         return answer.strip() == reference.strip()
-    answer, reference = _normal(answer), _normal(reference)
+    reference = _normal(reference)
+    answer = _normal(_union(answer) if "\\cup" in reference else answer)
     if ROUGHLY.match(reference):  # it is rounded itself, and its digits are what is asked for
         answer, reference = ROUGHLY.sub("", answer), ROUGHLY.sub("", reference)
     if "\\approx" in answer or "\\approx" in reference:
@@ -182,6 +208,15 @@ def _normal(text: str) -> str:
     for pattern, meant in REWRITTEN:
         text = pattern.sub(meant, text)
     return AND_OR.sub(", ", LAST_STOP.sub("", " ".join(text.split()))).strip()
+
+
+def _union(text: str) -> str:
+    r"""``x < 1 or x \ge 2`` as ``x \in (-\infty, 1) \cup [2, \infty)``, other texts as they are."""
+    bounds = [BOUND.fullmatch(_normal(part)) for part in OR.split(plain_text(text))]
+    found = [bound.groups() for bound in bounds if bound]
+    if len(found) < max(2, len(bounds)) or len({letter for letter, _, _ in found}) > 1:
+        return text
+    return rf"{found[0][0]} \in " + r" \cup ".join(BOUNDED[sign] % end for _, sign, end in found)
 
 
 def _same_text(left: str, right: str) -> bool:
@@ -260,7 +295,7 @@ def _ratios_equal(left: list[str] | None, right: list[str] | None) -> bool:
 
 def _equations_equal(answer: str, reference: str, timeout_s: float) -> bool:
     """``x = 3`` and ``3`` are equal, ``x = 3`` and ``y = 3`` are not. In ``12 + 7 = 19`` and ``x = 12 + 7 = 19`` each side but a name has
-    to be the reference's value."""
+    to be the reference's value. A reference of quantities alone, ``0.56 = 56%``, is equal to each of them."""
     left, right = _list(answer), _list(reference)
     if len(left) > 1 or len(right) > 1:
         return _lists_equal(left, right, timeout_s)
@@ -273,6 +308,8 @@ def _equations_equal(answer: str, reference: str, timeout_s: float) -> bool:
         return unknowns == expected != set() and _ask(answer, reference, timeout_s)
     if len(asked) == 2 and _is_name(DERIVED.sub("", asked[0])) and len(said) == 1:
         return _equal(said[0], asked[1], timeout_s)
+    if len(said) == 1 and all(map(read_quantity, asked)):
+        return any(_equal(said[0], side, timeout_s) for side in asked)  # 0.56 = 56%
     if len(asked) > 1:
         named = len(asked) == 2 and _is_name(asked[0]) and _same_text(said[0], asked[0])
         return named and all(value != "" and _equal(value, asked[1], timeout_s) for value in said[1:])
@@ -355,6 +392,7 @@ def _list(text: str) -> list[str]:
 
 
 def _ask(answer: str, reference: str, timeout_s: float) -> bool:
+    answer, reference = _both_signs(answer), _both_signs(reference)
     if not (_is_maths(answer) and _is_maths(reference)) or not (MATHS_MARK.search(answer) or MATHS_MARK.search(reference)):
         return False
     if _misread(answer) or _misread(reference) or not _same_brackets(answer, reference):
@@ -391,7 +429,8 @@ def _misread(text: str) -> bool:
 
 def _same_letters(answer: str, reference: str) -> bool:
     """False where a letter of both is a capital in one of them only: math-verify writes all letters small."""
-    left, right = (set(re.findall(r"\\?[A-Za-z]+", TEXT.sub(r"\1", text))) for text in (answer, reference))
+    bare = (re.sub(r"\\(?:begin|end)\{[^{}]*\}", "", TEXT.sub(r"\1", text)) for text in (answer, reference))
+    left, right = (set(re.findall(r"\\?[A-Za-z]+", text)) for text in bare)
     left, right = ({c for word in words for c in ([word] if word[0] == "\\" else word)} for words in (left, right))
     differing, small, expected = ({c.lower() for c in letters} for letters in (left ^ right, left, right))
     return not differing & small & expected
@@ -416,6 +455,15 @@ def _brackets(text: str) -> str:
         if depth == 0:
             return ""
     return text[0] + text[-1]
+
+
+def _both_signs(text: str) -> str:
+    r"""Each member with one ``\pm`` as two: math-verify knows it between terms alone, and in no fraction or point."""
+    members, signed = _members(text), []
+    for member in members:
+        alone = SEVERAL_SIGNS.findall(member) == ["\\pm"] and "\\{" not in member and not RELATION.search(member)
+        signed += [member.replace("\\pm", sign) for sign in "+-"] if alone else [member]
+    return text if len(signed) == len(members) else ", ".join(signed)
 
 
 def _same_members(answer: str, reference: str) -> bool:

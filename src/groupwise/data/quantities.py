@@ -73,6 +73,7 @@ SCALE = re.compile(r"\s?(?:\\?\s)*(?:\\(?:text|mathrm)\{\s?)?([CF])\}?\.?")
 TEXT_BEGUN = re.compile(rf"{TEXT_COMMAND}\{{\s*$")
 RATE = re.compile(r"(?<=[0-9])\s?/\s?(?=[A-Za-z]{3})([A-Za-z]+)(?=\.?$)")
 """``5/hour``, but not ``5/h``, which may be a fraction."""
+TEXT_PER_TEXT = re.compile(rf"({TEXT_COMMAND}\{{[^{{}}]*)\}}\s?/\s?{TEXT_COMMAND}\{{")
 TOLD_IN_ALL = re.compile(r"\s+in (?:total|all)(?=\s*\}?\s*\.?$)")
 NUMBER_WITHIN = re.compile(r"[0-9π]|\\pi(?![A-Za-z])")
 WORD = re.compile(r"[A-Za-z]+")
@@ -255,7 +256,7 @@ def split_unit(text: str) -> tuple[str, str | None, int, bool]:
 
     The unit is ``""`` where a word follows that changes the value, and ``None`` where there is none.
     """
-    text = RATE.sub(_per, text.strip()) if "/" in text else text.strip()
+    text = RATE.sub(_per, TEXT_PER_TEXT.sub(r"\1/", text.strip())) if "/" in text else text.strip()
     currency = CURRENCY_BEFORE.fullmatch(text)
     if currency and (rest := currency["rest"]) and "$" not in rest:
         body, unit, words, _ = split_unit(rest)
