@@ -302,6 +302,8 @@ def test_conversations(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 x 7?"}]
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": turns, "answer": 42}])
     assert load_problems(config(tmp_path / "a.jsonl", holdout=0)).train[0].question == tuple(turns)
+    (tmp_path / "one.json").write_text(json.dumps({"prompt": turns, "answer": 42}), encoding="utf-8")
+    assert load_problems(config(tmp_path / "one.json", holdout=0)).train[0].question == tuple(turns)
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": [*turns, {"role": "assistant", "content": "42"}], "answer": 42}])
     with pytest.raises(DataError, match=r"line 1, column 'prompt' is a conversation whose last turn is 'assistant'"):
         load_problems(config(tmp_path / "a.jsonl", holdout=0))
@@ -374,7 +376,8 @@ def test_bad_columns_get_a_sentence(tmp_path: Path, row: Any, settings: Any, mes
             r"\(train, test\)",
         ),
         ("a.parquet", "no parquet", "is not a Parquet file"),
-        ("a.jsonl", b"\xff\xfe", "is not UTF-8"),
+        ("a.jsonl", b"\n" * 20_480 + b"\xe4", r"is not UTF-8 text \(line 20481, byte 20480\)"),
+        ("a.json", b'[{"question": "\xe4"}]', r"is not UTF-8 text \(line 1, byte 15\)"),
         ("a.txt", "x", "'.txt', which is not a data format"),
     ],
 )

@@ -153,8 +153,14 @@ def _rows(path: Path) -> Iterator[Row]:
             yield from _csv_rows(path, "\t" if suffix == ".tsv" else ",")
         else:
             yield from _jsonl_rows(path)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{str(path)!r} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    except UnicodeDecodeError:
+        content = path.read_bytes()
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:  # the reader's counts from the beginning of its block
+            line = content.count(b"\n", 0, error.start) + 1
+            raise DataError(f"{str(path)!r} is not UTF-8 text (line {line}, byte {error.start}): save it as UTF-8") from error
+        raise
     except OSError as error:
         raise DataError(
             f"{str(path)!r} cannot be read ({error.strerror or error}): check the path and its permissions"
@@ -180,8 +186,9 @@ def _row(name: str, values: object) -> Row:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         if "Extra data" in str(error):  # JSON lines under the name of JSON are common
             yield from _jsonl_rows(path)
@@ -196,9 +203,16 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 
 def _rows_of_object(path: Path, content: dict[str, object]) -> object:
-    """The one list of objects in a JSON object, the rows of columns, or the object as a row of its own."""
+    """The one list of objects in a JSON object, the rows of columns, or the object as a row of its own.
+
+    A conversation is no list of rows.
+    """
     lists = {name: value for name, value in content.items() if isinstance(value, list)}
-    of_objects = {name: value for name, value in lists.items() if value and isinstance(value[0], dict)}
+    of_objects = {
+        name: value
+        for name, value in lists.items()
+        if value and isinstance(value[0], dict) and not {"role", "content"} <= value[0].keys()
+    }
     if len(of_objects) > 1:
         raise DataError(
             f"{str(path)!r} holds several lists of objects ({', '.join(of_objects)}): write each to a file of its own, such as train.json"
