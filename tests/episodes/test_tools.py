@@ -329,6 +329,7 @@ def sandboxed() -> Toolbox:
         ("", ""),
         ("None", ""),
         ("print('a')\nimport sys\nsys.exit(3)", "a\n"),
+        ("print('a')\nimport sys\nsys.exit('no root')", "a\nno root"),
         ("print('a')\n1 / 0", "a\nZeroDivisionError: division by zero (line 2)"),
         ("print(", "SyntaxError: '(' was never closed"),
         ("def f(n):\n    return f(n)\nf(0)", "RecursionError: maximum recursion depth exceeded"),

@@ -51,8 +51,8 @@ def _output(code: str) -> str:
                 value = eval(compile(ast.Expression(last.value), "program", "eval"), names)
                 if value is not None:
                     print(repr(value))
-        except SystemExit:
-            pass
+        except SystemExit as ended:
+            error = ended.code[:_LONGEST_ERROR] if isinstance(ended.code, str) else ""
         except BaseException as raised:
             frames = [f for f in traceback.extract_tb(raised.__traceback__) if f.filename == "program"]
             place = f" (line {frames[-1].lineno})" if frames else ""
