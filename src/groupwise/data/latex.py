@@ -459,7 +459,8 @@ def _brackets(text: str) -> str:
 
 def _both_signs(text: str) -> str:
     r"""Each member with one ``\pm`` as two: math-verify knows it between terms alone, and in no fraction or point."""
-    members, signed = _members(text), []
+    members = _members(text)
+    signed: list[str] = []
     for member in members:
         alone = SEVERAL_SIGNS.findall(member) == ["\\pm"] and "\\{" not in member and not RELATION.search(member)
         signed += [member.replace("\\pm", sign) for sign in "+-"] if alone else [member]
