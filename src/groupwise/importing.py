@@ -21,8 +21,9 @@ __all__ = ["import_member", "in_one_line", "looks_like_file", "nearest"]
 def import_member(spec: str, what: str, error: type[GroupwiseError]) -> tuple[Any, str]:
     """The object that ``spec`` names, and the file or module that it came from.
 
-    A file that was edited since is imported again, while two names of one file share one module and its state. ``what``: the word for it in
-    errors, such as "reward". Raises ``error`` for a place or a name that does not exist, and for code that fails while it is imported.
+    A file that was edited since is imported again, while all names of one file share one module and its state, whatever they are
+    named for. ``what``: the word for it in errors, such as "reward". Raises ``error`` for a place or a name that does not exist, and for
+    code that fails while it is imported.
     """
     place, _, name = spec.rpartition(":")
     module = _import_file(place, what, error) if looks_like_file(place) else _import_module(place, what, error)
@@ -63,7 +64,7 @@ def _import_file(place: str, what: str, error: type[GroupwiseError]) -> ModuleTy
     path = path.resolve()
     stat = path.stat()
     key = hashlib.sha256(f"{path}:{stat.st_mtime_ns}:{stat.st_size}".encode()).hexdigest()[:12]
-    module_name = f"groupwise_{what}_{path.stem}_{key}"
+    module_name = f"groupwise_{path.stem}_{key}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from groupwise.config.schema import RewardFunctionConfig
-from groupwise.errors import RewardError
+from groupwise.errors import ConfigError, RewardError
+from groupwise.importing import import_member
 from groupwise.rewards import builtin_rewards, load_reward
 
 
@@ -45,6 +46,12 @@ def test_an_edited_file_is_read_again_and_two_functions_share_one_module(reward_
     assert first.function.__globals__ is second.function.__globals__
     path.write_text("def f(completions): return [2.0]  # edited\n")
     assert load(f"{path}:f").function(["x"]) == [2.0]
+
+
+def test_a_tool_and_a_reward_of_one_file_share_one_module(reward_file):
+    path = reward_file("WORLD = []\ndef look(name): return WORLD\ndef grounded(completions): return [1.0]\n")
+    tool, _ = import_member(f"{path}:look", "tool", ConfigError)
+    assert tool.__globals__ is load(f"{path}:grounded").function.__globals__
 
 
 def test_a_file_whose_import_is_interrupted_is_imported_whole_the_next_time(reward_file, tmp_path):

@@ -13,7 +13,7 @@ from groupwise.errors import RewardError
 from groupwise.rewards import functions
 from groupwise.rewards.suite import RewardFailure
 from groupwise.training.setup import Prepared
-from groupwise.types import Completion, Group, Problem
+from groupwise.types import Completion, FinishReason, Group, Problem, Turn
 
 __all__ = [
     "Rehearsal",
@@ -75,20 +75,22 @@ class Rehearsal:
             reasoned = REASONING  # rows without one are answered in the whole form too
         right = worked_completion(replace(problem, columns={**problem.columns, "solution": reasoned}), style)  # type: ignore[arg-type]
         wrong = worked_completion(replace(problem, answer=other.answer, columns={}), style)  # type: ignore[arg-type]
-        tokenizer = self.prepared.tokenizer
-        ended = [make_completion(tokenizer, text, sample) for sample, text in enumerate((right, wrong, "", GIBBERISH))]
+        ended = [self._completion(text, sample) for sample, text in enumerate((right, wrong, "", GIBBERISH))]
         left = self.prepared.config.rollout.max_completion_tokens - len(ended[0].token_ids)
-        endless = make_completion(tokenizer, right + "\n" + "la " * max(left, len(GIBBERISH.split())), len(ended))
-        return [*ended, replace(endless, finish_reason="length")]
+        return [*ended, self._completion(right + "\n" + "la " * max(left, len(GIBBERISH.split())), len(ended), stopped=False)]
+
+    def _completion(self, text: str, sample: int, stopped: bool = True) -> Completion:
+        """As an engine gives it: with its end token, unless it is cut. That of an episode is its one turn, and earned nothing."""
+        tokenizer, rollout = self.prepared.tokenizer, self.prepared.config.rollout
+        ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], *[tokenizer.eos_token_id] * stopped)
+        turns = (Turn("assistant", text, len(ids)),) if rollout.has_episodes else ()
+        reward = None if rollout.environment is None else 0.0
+        finish_reason: FinishReason = "stop" if stopped else "length"
+        return Completion(text, ids, (0.0,) * len(ids), finish_reason, sample, turns=turns, reward=reward)
 
     @property
     def groups(self) -> list[Group]:
         return [one for one in self.scored if isinstance(one, Group)]
-
-
-def make_completion(tokenizer: object, text: str, sample: int) -> Completion:
-    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
-    return Completion(text, ids, tuple(0.0 for _ in ids), "stop", sample)
 
 
 def reward_fails(rehearsal: Rehearsal) -> Evidence | None:
@@ -109,9 +111,11 @@ OF_NO_ANSWER = (functions.keyword, functions.length, functions.overlong, functio
 
 def judged_elsewhere(rehearsal: Rehearsal) -> bool:
     """Whether a reward model or an environment has a say, which before the run is not known, or no answer is right."""
-    rewards = rehearsal.prepared.rewards
-    played = any(one.is_environment and one.weight for one in rewards.rewards)
-    return bool(rewards.models) or played or not has_answers(rehearsal.prepared.config.data)
+    rewards, config = rehearsal.prepared.rewards, rehearsal.prepared.config
+    asked = "environment_reward" if config.rollout.environment is not None else ""
+    # A function with **columns may look at what the environment gave, too.
+    played = any((one.is_environment or one.takes(asked)) and one.weight for one in rewards.rewards)
+    return bool(rewards.models) or played or not has_answers(config.data)
 
 
 def blind_reward(rehearsal: Rehearsal) -> Evidence | None:
