@@ -12,9 +12,9 @@ from groupwise.data.prompts import render, resolve_system
 from groupwise.data.sources import ProblemSet, load_problems
 from groupwise.doctor import RULES, check_before, diagnose_prepared, refuse
 from groupwise.doctor.inputs import contradictions, duplicates, leakage
-from groupwise.doctor.rehearsal import KINDS
+from groupwise.doctor.rehearsal import KINDS, Rehearsal
 from groupwise.errors import RewardError
-from groupwise.rewards import RewardSuite, reward_scope
+from groupwise.rewards import RewardSuite, StepRewards, reward_scope
 from groupwise.training.setup import Prepared
 from groupwise.training.short_memory import Shortage
 from groupwise.types import Problem
@@ -227,15 +227,22 @@ def test_what_an_environment_pays_is_not_known_before_the_run(prepared, function
     assert not {"reward-blind", "end-unpaid"} & found.keys()
 
 
-def test_a_reward_that_requires_what_an_environment_gave_is_not_tried_without(prepared):
-    def twice(completions, environment_reward, **_):
-        return [2 * score for score in environment_reward]
+def twice(completions, environment_reward, **_):
+    return [2 * score for score in environment_reward]
 
+
+def twice_of_columns(completions, **columns):
+    assert all(turns[-1]["role"] == "assistant" for turns in columns["turns"])
+    return [2 * score for score in columns["environment_reward"]]
+
+
+@pytest.mark.parametrize("function", [twice, twice_of_columns])
+def test_a_reward_that_goes_by_what_an_environment_gave_is_not_refused_for_it(prepared, function):
     played = [
         "rollout.environment=groupwise.episodes.games:HigherOrLower",
         "rewards.functions=[twice, {function: keyword, arguments: {words: [so]}}]",
     ]
-    assert not {"reward-fails", "reward-blind"} & rules_of(diagnose_prepared(prepared(played, {"twice": twice}))).keys()
+    assert not {"reward-fails", "reward-blind"} & rules_of(diagnose_prepared(prepared(played, {"twice": function}))).keys()
 
 
 def test_a_column_solution_with_answers_alone_is_tried_in_the_whole_form(prepared, tmp_path):
@@ -259,6 +266,19 @@ def test_a_reward_that_raises_is_found_before_the_run(prepared, on_error):
     found = rules_of(diagnose_prepared(prepared(overrides, {"fragile": fragile})))
     assert found["reward-fails"].severity == "critical"
     assert "division by zero" in found["reward-fails"].summary
+
+
+def test_what_is_tried_ends_as_an_engine_ends_it(prepared, qwen_tokenizer):
+    """With its end token, so that even an empty one has a token; one that is cut has none."""
+
+    def by_token(completions, completion_ids, finish_reason, **_):
+        for ids, why in zip(completion_ids, finish_reason, strict=True):
+            assert (ids[-1] == qwen_tokenizer.eos_token_id) is (why == "stop")
+        return [StepRewards([1 / len(ids)], [len(ids)], "tokens") for ids in completion_ids]
+
+    ready = prepared(["rewards.functions=[by_token]"], {"by_token": by_token})
+    assert "reward-fails" not in rules_of(diagnose_prepared(ready))
+    assert "<|im_end|>" not in "".join(one.text for one in Rehearsal(ready).completions(0)), "texts have no special tokens"
 
 
 @pytest.mark.parametrize("problems_seen", [16, 3])

@@ -112,9 +112,9 @@ OF_NO_ANSWER = (functions.keyword, functions.length, functions.overlong, functio
 def judged_elsewhere(rehearsal: Rehearsal) -> bool:
     """Whether a reward model or an environment has a say, which before the run is not known, or no answer is right."""
     rewards, config = rehearsal.prepared.rewards, rehearsal.prepared.config
-    asked = "environment_reward" if config.rollout.environment is not None else ""
-    # A function with **columns may look at what the environment gave, too.
-    played = any((one.is_environment or one.takes(asked)) and one.weight for one in rewards.rewards)
+    named = config.rollout.environment is not None
+    # One that takes what the environment gave, as any with **columns does, may look at it too.
+    played = any((one.is_environment or (named and one.takes("environment_reward"))) and one.weight for one in rewards.rewards)
     return bool(rewards.models) or played or not has_answers(config.data)
 
 
