@@ -74,7 +74,7 @@ def train(
 
     A new run is looked at first: its settings, and its rewards on a few made-up completions. Raises ``GroupwiseError`` for what is
     wrong with config, data, model or rewards, before any weights are loaded where possible, and ``StoppedError`` when SIGTERM, SIGHUP
-    or Ctrl-C ended it, after saving. A second Ctrl-C raises KeyboardInterrupt at once.
+    or Ctrl-C ended it, after saving. A second Ctrl-C raises KeyboardInterrupt, as soon as a checkpoint that is being written is whole.
     """
     from groupwise.doctor import Watch
     from groupwise.models.embedded import fetch_model

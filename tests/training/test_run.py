@@ -13,10 +13,12 @@ from groupwise.config import load_config
 from groupwise.config.presets import PRESETS
 from groupwise.config.schema import Config
 from groupwise.doctor.findings import groups_of
+from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.memory import peak_memory_bytes, reset_peak_memory
 from groupwise.rewards import StepRewards
 from groupwise.tracking import ConsoleTracker
+from groupwise.tracking.jsonl import JsonlTracker
 from groupwise.tracking.metric_table import METRICS, describe_metric
 from groupwise.tracking.reading import read_run
 from groupwise.training import ending
@@ -376,6 +378,42 @@ def test_a_callback_that_fails_loses_no_step(go, small_config, letters, quiet, t
     assert raised.value.__notes__ == [f"step 2 is saved in {tmp_path / 'run' / 'checkpoints' / 'step-2'}"]
     train(small_config(**settings), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
     assert same(repeatable(tmp_path / "run"), repeatable(go("whole", **settings).folder))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(JsonlTracker, "close"), (BuiltinEngine, "close"), (run_module.Run, "_tell_of_checkpoints")]
+)
+def test_an_interrupt_while_a_run_is_closed_lets_its_folder_go(
+    go, small_config, letters, quiet, tmp_path, monkeypatch, owner, name
+):
+    """A notebook goes on in the same process, where the lock would be held for ever. What ended the run stays to be seen."""
+    closed = []
+
+    def fails(report):
+        third_call(patch, owner, name, KeyboardInterrupt(), number=1)
+        raise KeyError("odd")
+
+    settings = {"training": {"steps": 2}, "output": {"checkpoint_every": 1}}
+    with monkeypatch.context() as patch:
+        patch.setattr(ConsoleTracker, "close", lambda console: closed.append(console))
+        with pytest.raises(KeyboardInterrupt) as raised:
+            go("run", on_step=fails, **settings)
+    assert isinstance(raised.value.__context__, KeyError)
+    assert len(closed) == 1, "the other tracker"
+    train(small_config(**settings), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
+    assert len(metrics_of(tmp_path / "run")) == 2
+
+
+def test_an_interrupt_where_no_run_could_begin_lets_its_folder_go(go, monkeypatch):
+    def fails(*_):
+        raise TrainingError("odd")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start_module, "_load_parts", fails)
+        third_call(patch, JsonlTracker, "close", KeyboardInterrupt(), number=1)
+        with pytest.raises(KeyboardInterrupt):
+            go("run")
+    go("run")
 
 
 def test_weights_between_two_steps_are_not_saved_as_those_of_the_first(go, monkeypatch, tmp_path):

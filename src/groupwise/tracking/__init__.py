@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -109,7 +110,10 @@ class Trackers:
             self.guard(console, partial(follow, source=source, shown=phase))
 
     def close(self) -> None:
-        self.each(lambda sink: sink.close())
+        sinks = contextlib.ExitStack()  # an interrupt of one ends no other
+        for sink in reversed(self.sinks):
+            sinks.callback(self.guard, sink, methodcaller("close"))
+        sinks.__exit__(*sys.exc_info())  # as in ``Run.close``
 
     def each(self, action: Callable[[Any], None]) -> None:
         for sink in list(self.sinks):

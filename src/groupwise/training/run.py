@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -136,15 +137,19 @@ class Run:
         self.world.is_saving = lambda: self.writer.is_writing
 
     def close(self) -> None:
+        """Close every part, also where an interrupt or an error ends another's; the folder's lock is let go last."""
+        parts = ExitStack()  # the last is closed first
+        parts.callback(self.folder.release)
+        parts.callback(self.writer.finish)  # again: an interrupt may have ended the first wait
+        parts.callback(self.trackers.close)
+        parts.callback(self.engine.close)
+        parts.callback(self.prepared.rewards.close)
+        parts.callback(self._tell_of_checkpoints)
+        parts.callback(self.writer.finish)
+        parts.callback(self.undo.close)
         if self.ahead is not None:
-            self.ahead.close()
-        self.undo.close()
-        self.writer.finish()
-        self._tell_of_checkpoints()
-        self.prepared.rewards.close()
-        self.engine.close()
-        self.trackers.close()
-        self.folder.release()
+            parts.callback(self.ahead.close)
+        parts.__exit__(*sys.exc_info())  # ``close`` would take what ended the run out of a new error's context
 
     @property
     def is_new(self) -> bool:

@@ -256,13 +256,14 @@ def start(
             parts = _load_parts(config, world, beginning.model, prepared, folder, trackers)
         release_freed_memory()
     except BaseException:
-        undo.close()
-        prepared.rewards.close()
-        trackers.close()
-        for folder in opened:
-            folder.withdraw()
-            folder.release()
-        raise
+        with ExitStack() as begun:  # the last is closed first, and an interrupt of one ends no other
+            for folder in opened:
+                begun.callback(folder.release)
+                begun.callback(folder.withdraw)
+            begun.callback(trackers.close)
+            begun.callback(prepared.rewards.close)
+            begun.callback(undo.close)
+            raise
     return Run(
         config, world, recipe, prepared, folder, trackers, *parts, started - elapsed_s, beginning.checkpoint, trained=beginning.trained,
         evaluations=beginning.evaluations, done=beginning.done, signals=StopSignals(at_once=world.size == 1), undo=undo,

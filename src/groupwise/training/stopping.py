@@ -4,11 +4,11 @@ Sampling is abandoned on the spot, and so are the passes of an update, in betwee
 learnt from them, and a scheduler gives 30 s, in which the passes of a large model would not end. What was abandoned is done again, with
 the same numbers, when the run is resumed.
 
-A second SIGTERM or Ctrl-C ends the process at once; from Python a second Ctrl-C raises KeyboardInterrupt, and a notebook keeps its
-variables. That is safe: checkpoints are never half, and records are cut back when a run resumes. A SIGTERM within a second of another
-is the same one: timeout(1) sends it to its command and then to its group. SIGHUP, which says that the terminal was closed, comes from
-shell and system both, and often beside a SIGTERM: it is no second signal, and none comes second to it. Where it is ignored, as under
-nohup, it stays so.
+A second SIGTERM or Ctrl-C ends the process at once; from Python a second Ctrl-C raises KeyboardInterrupt, as soon as a checkpoint that is
+being written is whole, and a notebook keeps its variables. That is safe: checkpoints are never half, and records are cut back when a run
+resumes. A SIGTERM within a second of another is the same one: timeout(1) sends it to its command and then to its group. SIGHUP, which
+says that the terminal was closed, comes from shell and system both, and often beside a SIGTERM: it is no second signal, and none comes
+second to it. Where it is ignored, as under nohup, it stays so.
 """
 
 from __future__ import annotations
