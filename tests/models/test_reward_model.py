@@ -17,9 +17,10 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from groupwise.config.rewards import RewardModelConfig
+from groupwise.config.rewards import RewardFunctionConfig, RewardModelConfig, RewardsConfig
 from groupwise.errors import ModelError, RewardError
 from groupwise.models.reward_model import RewardModel, plan_batches
+from groupwise.rewards import RewardSuite
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 SMALL = {
@@ -222,6 +223,15 @@ def test_what_is_too_long_loses_its_beginning_and_is_counted():
     assert RewardModel(model, words).max_input_tokens == 256, "by default what the model was made for"
     with pytest.raises(RewardError, match=r"is given 42 tokens of prompt and completion, but takes 20: lower rollout\.max_comp"):
         RewardModel(model, words, max_input_tokens=20, on_long="error")(["x" * 30], ["the very end"])
+
+
+def test_what_was_counted_by_hand_is_none_of_a_run_s_numbers():
+    words = tokenizer(None)
+    judge = RewardModel(llama(pad_token_id=words.pad_token_id), words)
+    judge(["How?", "Why?"], ["fine", "so"])
+    config = RewardsConfig(functions=[RewardFunctionConfig(function="judge")])
+    RewardSuite.from_config(config, "xml", {"judge": judge}).load()
+    assert judge.take_metrics() == {}
 
 
 def test_the_same_text_is_computed_once(monkeypatch):

@@ -221,8 +221,7 @@ class RewardModel:
         self.max_input_tokens = min(self.settings.max_input_tokens or 2**20, _positions(hf_config, self.tokenizer))
         self.form = self.settings.form
         self._check_form()
-        self._long: list[bool] = []
-        self._tokens: list[int] = []
+        self._long = self._tokens = Mean(0, 0)
 
     @classmethod
     def from_config(cls, config: RewardModelConfig) -> RewardModel:
@@ -268,7 +267,7 @@ class RewardModel:
         Raises RewardError for a pair that is too long where ``on_long`` is error, and for one that the chat template refuses.
         """
         encoded = [self._encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        self._tokens += [len(one["input_ids"]) for one in encoded]
+        self._tokens += Mean.of(len(one["input_ids"]) for one in encoded)
         distinct = {_key(one): one for one in encoded}
         keys, scores = list(distinct), dict.fromkeys(distinct, 0.0)
         for rows in plan_batches([len(distinct[key]["input_ids"]) for key in keys], self.settings.batch_tokens):
@@ -282,11 +281,10 @@ class RewardModel:
 
     def take_metrics(self) -> dict[str, Metric]:
         """Numbers of the calls since the last time this was asked for."""
-        metrics: dict[str, Metric] = {}
-        if self._tokens:
-            metrics = {"reward_model/truncated": Mean.of(self._long), "reward_model/tokens_mean": Mean.of(self._tokens)}
-        self._long, self._tokens = [], []
-        return metrics
+        metrics: dict[str, Metric] = {"reward_model/truncated": self._long, "reward_model/tokens_mean": self._tokens}
+        counted = self._tokens.count > 0
+        self._long = self._tokens = Mean(0, 0)
+        return metrics if counted else {}
 
     def count_tokens(self, prompt: Any, completion: Any) -> int:
         """Length of prompt and completion together as they are tokenised, before anything is cut."""
@@ -344,7 +342,7 @@ class RewardModel:
                 f"the reward model {self.settings.name!r} has rows for {rows} tokens alone, and the text has the token {largest}, a mark "
                 "of models of another kind: set rewards.on_error to skip, or take another reward model"
             )
-        self._long.append(size > self.max_input_tokens)
+        self._long += Mean(size > self.max_input_tokens, 1)
         if size > self.max_input_tokens:
             if self.settings.on_long == "error":
                 raise RewardError(

@@ -171,6 +171,7 @@ class RewardSuite:
 
     def load(self) -> list[str]:
         """Load what reward models need before the first call, and say of each what it is; start a process for isolated functions.
+        Numbers that reward models have counted before are dropped.
 
         Raises ``ModelError``, and ``RewardError`` where a process cannot load what it is to call.
         """
@@ -180,6 +181,7 @@ class RewardSuite:
             raise RewardError(
                 f"isolated reward functions gave {raised}; a new process imports their files again, so fix them or leave isolate out"
             ) from raised
+        self._told_by_models()  # numbers of calls before the run
         return [str(function.load()) for function in self.models.values()]
 
     def without_weights(self) -> RewardSuite | None:
