@@ -230,16 +230,22 @@ def test_a_function_that_changes_its_inputs_disturbs_no_other():
     assert make_suite({"vandal": vandal, "check": check}).score(make_prompt(), make_completions("x")).rewards == (1.0,)
 
 
-def test_a_row_s_list_or_mapping_is_each_completion_s_own():
-    def uses_up(completions, tests, limits):
+def test_what_can_be_changed_in_a_row_is_each_completion_s_own():
+    def uses_up(completions, tests, limits, **columns):
         limits[0]["seconds"].clear()
+        for name, ruin in ruins.items():
+            assert list(columns[name][0]) == [1]
+            ruin(columns[name][0])
         return [float(len(one) + len(limit["seconds"])) for one, limit in zip(tests, limits, strict=True) if one.pop()]
 
-    columns = {"tests": [1, 2, 3], "limits": {"seconds": [1]}, "unused": object()}
+    ruins = {"seen": set.clear, "raw": bytearray.clear, "array": lambda array: array.fill(0), "tensor": torch.Tensor.zero_}
+    others = {"seen": {1}, "raw": bytearray([1]), "array": np.array([1]), "tensor": torch.tensor([1])}
+    columns = {"tests": [1, 2, 3], "limits": {"seconds": [1]}, "unused": object(), **others}
     suite = make_suite({"first": uses_up, "second": uses_up})
     group = suite.score(make_prompt(columns=columns), make_completions("x", "y"))
     assert group.components == {"first": (2.0, 3.0), "second": (2.0, 3.0)}
     assert (columns["tests"], columns["limits"]) == ([1, 2, 3], {"seconds": [1]})
+    assert all(list(columns[name]) == [1] for name in ruins)
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -130,8 +130,10 @@ class RewardArguments:
 
 
 def own_copy(value: object) -> object:
-    """A row's value, lists and mappings copied: the row is there for all completions of the problem, functions and environments."""
-    return copy.deepcopy(value) if isinstance(value, (list, tuple, dict)) else value
+    """A row's value, what can be changed in it copied: the row is there for all completions of the problem, functions and
+    environments. Arrays and tensors too; objects of any other type are shared."""
+    changes = isinstance(value, (list, tuple, dict, set, bytearray)) or hasattr(value, "__array__")
+    return copy.deepcopy(value) if changes else value
 
 
 def require_columns(reward: LoadedReward, offered: Sequence[str]) -> None:
