@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,10 @@ def wrong_name(config):
     config.training.step = 3
 
 
+async def awaited(report):
+    pass
+
+
 def with_tracker(name):
     config = groupwise.Config()
     config.output.trackers.append(name)
@@ -113,6 +118,12 @@ def with_tracker(name):
         (lambda: groupwise.generate("a-model", [{"role": "user", "content": "?"}]), "a prompt is a dict, but must be a text"),
         (lambda: groupwise.generate("a-model", {"role": "user", "content": "?"}), "a prompt is a dict, but must be a text"),
         (lambda: groupwise.generate("a-model", ["?", None]), "a prompt is a NoneType, but must be a text"),
+        (lambda: groupwise.train("absent", on_step=3), "on_step is a int, but must be a function"),
+        (lambda: groupwise.train("absent", on_step=awaited), "on_step is async, but nothing awaits what it gives"),
+        (lambda: groupwise.train("absent", on_step=partial(awaited)), "on_step is async, but nothing awaits what it gives"),
+        (lambda: groupwise.evaluate("a-model", [{}]), "data is a list, but must be a name or a path: write its rows to"),
+        (lambda: groupwise.evaluate(wrong_name, "gsm8k:test"), "model is a function, but must be a name or a path: save it"),
+        (lambda: groupwise.generate(wrong_name, "?"), "model is a function, but must be a name or a path: save it"),
     ],
 )
 def test_a_mistake_is_one_sentence_of_ours(attempt, said):

@@ -78,8 +78,13 @@ def train(
     """
     from groupwise.doctor import Watch
     from groupwise.models.embedded import fetch_model
+    from groupwise.rewards.calling import is_async
     from groupwise.training.loop import train as run_training
 
+    if on_step is not None and not callable(on_step):
+        raise ConfigError(f"on_step is a {type(on_step).__name__}, but must be a function: give one that takes a StepReport")
+    if on_step is not None and is_async(on_step):
+        raise ConfigError("on_step is async, but nothing awaits what it gives: make it a plain def")
     config = _config(settings, overrides)
     fetch_model(config.model)
     named = isinstance(settings, str | Path)
@@ -157,15 +162,15 @@ def evaluate(
     from groupwise.tracking.console import own_width
     from groupwise.training.short_memory import SHORT_WHILE_JUDGING, explain_short_memory
 
-    named = None if data is None else os.fspath(data)
+    place, named = _place_of_model(model), None if data is None else _place(data, "data", "write its rows to a JSONL file")
     given = {**read_overrides(data_overrides(named)), **read_overrides(overrides or ())}
-    config, run_config = settings_for_model(os.fspath(model), given)
+    config, run_config = settings_for_model(place, given)
     refuse_named_code(config, run_config, data=True)
     fetch_model(config.model)
     trackers = make_trackers(config, None, console or Console(width=own_width(), quiet=not is_first_process()))
     try:
         if run_config is not None:
-            for said in (note_on_form(config, run_config), note_on_seen(os.fspath(model), config.data, run_config)):
+            for said in (note_on_form(config, run_config), note_on_seen(place, config.data, run_config)):
                 if said:
                     trackers.say(said, "yellow")
         with explain_short_memory(remedy=SHORT_WHILE_JUDGING):
@@ -204,7 +209,7 @@ def generate(
         if not isinstance(one, str):
             raise ConfigError(f"a prompt is a {type(one).__name__}, but must be a text: give the question alone")
         check_text(one, "the prompt")
-    config, longest = settings_to_ask(os.fspath(model), overrides, system=system, max_tokens=max_tokens)
+    config, longest = settings_to_ask(_place_of_model(model), overrides, system=system, max_tokens=max_tokens)
     fetch_model(config.model)
     answers, asked = [], Counter[str]()
     with explain_short_memory(remedy="lower max_tokens, ask a shorter question, or take a smaller model"):
@@ -244,6 +249,17 @@ def write_report(runs: Place | Sequence[Place], out: str | Path | None = None, *
 
     listed = [runs] if isinstance(runs, str | os.PathLike) else runs
     return write([Path(run) for run in listed], None if out is None else Path(out), completions=completions)
+
+
+def _place_of_model(model: Any) -> str:
+    return _place(model, "model", "save it with its tokenizer by save_pretrained")
+
+
+def _place(given: Any, what: str, remedy: str) -> str:
+    """``given`` as a path or name. Raises ConfigError for an object that is neither, such as a loaded model or a DataFrame."""
+    if isinstance(given, str | os.PathLike):
+        return os.fspath(given)
+    raise ConfigError(f"{what} is a {type(given).__name__}, but must be a name or a path: {remedy}, and give its path")
 
 
 def _forget_frames(error: BaseException | None) -> None:
