@@ -40,6 +40,17 @@ def test_everything_that_is_exported_is_there_and_declared_for_type_checkers():
         groupwise.trian  # noqa: B018
 
 
+def test_on_windows_python_says_what_the_command_says(monkeypatch):
+    for name in ("plan", "RewardModel", "load_config"):
+        monkeypatch.delitem(vars(groupwise), name, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "win32")
+        for name in ("plan", "RewardModel"):
+            with pytest.raises(ConfigError, match="^Windows is not supported: run it in WSL"):
+                getattr(groupwise, name)
+        assert groupwise.load_config("quickstart").training.steps
+
+
 def test_importing_groupwise_and_its_settings_imports_no_torch():
     code = (
         "import sys, groupwise; assert 'pydantic' not in sys.modules; groupwise.load_config('quickstart'); groupwise.RunResult; "

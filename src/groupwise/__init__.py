@@ -8,6 +8,7 @@ Importing this package is quick: torch and transformers are imported when someth
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,12 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    home = _HOME_OF[name]
+    if sys.platform == "win32" and home.split(".")[1] not in ("algorithm", "config", "data", "errors"):  # these need no POSIX
+        from groupwise.errors import NO_WINDOWS, ConfigError
+
+        raise ConfigError(NO_WINDOWS)
+    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

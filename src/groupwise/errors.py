@@ -5,6 +5,7 @@ without a traceback and exits with code 2. A broken invariant of our own is an `
 """
 
 __all__ = [
+    "NO_WINDOWS",
     "AnswerError",
     "CheckpointError",
     "ConfigError",
@@ -18,6 +19,8 @@ __all__ = [
     "UncheckedAnswerError",
     "printable",
 ]
+
+NO_WINDOWS = "Windows is not supported: run it in WSL, the Windows Subsystem for Linux"
 
 
 def printable(text: str) -> str:

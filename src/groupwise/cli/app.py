@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from groupwise.cli import configuration, data, evaluate, models, plan, runs, train
-from groupwise.errors import GroupwiseError
+from groupwise.errors import NO_WINDOWS, GroupwiseError
 from groupwise.streams import keep_stdout, lost_output, make_output_safe
 
 __all__ = ["app", "main"]
@@ -184,7 +184,7 @@ app.command("config", short_help="Explain the settings of a run.")(configuration
 def main() -> None:
     """Entry point of the command ``groupwise``."""
     if sys.platform == "win32":
-        typer.echo("groupwise: Windows is not supported: run it in WSL, the Windows Subsystem for Linux", err=True)
+        typer.echo(f"groupwise: {NO_WINDOWS}", err=True)
         raise SystemExit(2)
     for stream in (sys.stdin, sys.stdout):
         # Questions, answers and JSON in files and pipes are UTF-8 whatever the locale.
