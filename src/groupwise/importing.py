@@ -15,7 +15,7 @@ from typing import Any
 
 from groupwise.errors import GroupwiseError
 
-__all__ = ["import_member", "in_one_line", "looks_like_file", "nearest"]
+__all__ = ["import_member", "in_one_line", "looks_like_file", "nearest", "shown"]
 
 
 def import_member(spec: str, what: str, error: type[GroupwiseError]) -> tuple[Any, str]:
@@ -53,6 +53,14 @@ def in_one_line(error: BaseException, longest: int = 300) -> str:
     if len(text) > longest:
         text = text[: longest - 3] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def shown(value: object, longest: int = 80) -> str:
+    """Its ``repr``, cut, to stand inside a sentence."""
+    try:
+        return f"{value!r:.{longest}}"
+    except Exception as unreadable:  # its own code makes the text
+        return f"<{type(value).__name__}, whose repr raises {type(unreadable).__name__}>"
 
 
 def _import_file(place: str, what: str, error: type[GroupwiseError]) -> ModuleType:

@@ -272,6 +272,7 @@ def failing(kind: str) -> type:
                 "pair": ("a", 1.0), "bytes": (b"x", 0.0, False, {}), "word": ("a", "much", False, {}),
                 "huge": ("a", 10**400, False, {}), "infinite": ("a", -math.inf, False, {}),
                 "tensor": ("a", torch.zeros(2), False, {}), "over": ("a", 0.0, torch.zeros(2), {}),
+                "unshown": ("a", 10**5000, False, {}),
             }[kind]  # fmt: skip
 
     return Failing
@@ -289,6 +290,7 @@ def failing(kind: str) -> type:
         ("infinite", "environment_error", "error: step returned ('a', -inf, False, {}), but it must return"),
         ("tensor", "environment_error", "error: step returned ('a', tensor([0., 0.]), False, {}), but it must return"),
         ("over", "environment_error", "error: step returned ('a', 0.0, tensor([0., 0.]), {}), but it must return"),
+        ("unshown", "environment_error", "error: step returned <tuple, whose repr raises ValueError>, but it must return"),
     ],
 )
 def test_an_environment_that_fails_ends_its_episode_without_a_reward(tokenizer, kind, reason, why):

@@ -160,6 +160,8 @@ def test_steps_may_be_numbers_of_numpy_and_torch():
         ([(2, np.ma.masked)], "a step reward of None instead of a finite number"),
         ([(2, np.float16("inf"))], r"a step reward of .*inf.* instead of a finite number of at most 1e\+12"),
         ([(2, 10**400)], "a step reward of 1000.* instead of a finite number"),
+        ([(2, 10**5000)], "a step reward of <int, whose repr raises ValueError> instead of a finite number"),
+        ([(10**5000, 1.0)], "a step that ends after <int, whose repr raises ValueError> characters, but the completion has 5"),
         (StepRewards(0.5, 3), "steps of 0.5 and 3 instead of two lists"),
         ([(2.5, 1.0)], r"a step that ends at 2.5 instead of a whole number of characters"),
     ],

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -513,6 +514,11 @@ def test_scores_that_raise_while_they_are_read_are_a_failure_of_the_function(laz
     assert (failure.kind, failure.function) == ("raised", "f")
 
 
+class Wordless:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
 @pytest.mark.parametrize(
     ("score", "said"),
     [
@@ -524,6 +530,8 @@ def test_scores_that_raise_while_they_are_read_are_a_failure_of_the_function(laz
         ([1.0], r"returned \[1.0\] \(list\) for completion 1"),
         (1j, r"returned 1j \(complex\)"),
         (np.ma.masked, r"returned masked \(MaskedConstant\) for completion 1 instead of a number or None"),
+        (Wordless(), r"returned <Wordless, whose repr raises RuntimeError> \(Wordless\) for completion 1"),
+        (Fraction(10**5000), "returned <Fraction, whose repr raises ValueError> for completion 1 instead of a finite number"),
     ],
 )
 def test_scores_that_are_no_numbers(score, said):

@@ -21,7 +21,7 @@ from groupwise.episodes.formats import CallFormat
 from groupwise.episodes.openenv import OpenEnv
 from groupwise.episodes.tools import Tool, Toolbox, as_text, describe, shortened
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.importing import import_member, in_one_line
+from groupwise.importing import import_member, in_one_line, shown
 from groupwise.rewards.calling import CallRaised, CallTimedOut, call_with_limit, own_copy
 from groupwise.types import Completion, FinishReason, Message, Problem, ToolCall
 
@@ -113,7 +113,7 @@ class Steps:
                 return Reply(ended="stop", reward=reward)
             return Reply(("" if observation is None else as_text(observation, "step"),), reward=reward)
         except Exception:  # of any type: a tensor of two numbers, which is no reward, raises RuntimeError
-            why = f"step returned {taken!r:.80}, but it must return (observation, reward, done, info) with a finite reward"
+            why = f"step returned {shown(taken)}, but it must return (observation, reward, done, info) with a finite reward"
             return Reply(ended="environment_error", calls=(failed_call("raised", why),))
 
     def reward(self, unheard: Completion | None) -> float | None:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal, cast
 
 from groupwise.config.rewards import Normalising
-from groupwise.importing import in_one_line
+from groupwise.importing import in_one_line, shown
 from groupwise.limits import LARGEST_REWARD
 from groupwise.metrics import Mean, Metric
 from groupwise.types import Completion
@@ -64,7 +64,7 @@ def _read_steps(score: object) -> StepRewards | str | None:
     """
     if isinstance(score, StepRewards):
         if not all(isinstance(part, Iterable) for part in (score.rewards, score.ends)):
-            return f"steps of {score.rewards!r:.80} and {score.ends!r:.80} instead of two lists"
+            return f"steps of {shown(score.rewards)} and {shown(score.ends)} instead of two lists"
         rewards, ends, unit = list(map(_scalar, score.rewards)), list(map(_scalar, score.ends)), score.unit
     elif isinstance(score, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in score):
         rewards, ends, unit = [_scalar(pair[1]) for pair in score], [_scalar(pair[0]) for pair in score], "characters"
@@ -73,11 +73,11 @@ def _read_steps(score: object) -> StepRewards | str | None:
     if len(rewards) != len(ends):
         return f"{len(rewards)} step rewards with {len(ends)} ends"
     if unit not in ("characters", "tokens"):
-        return f"steps in the unit {unit!r:.80}, but it must be 'characters' or 'tokens'"
+        return f"steps in the unit {shown(unit)}, but it must be 'characters' or 'tokens'"
     if bad := [r for r in rewards if not isinstance(r, numbers.Real) or not _is_sound(r)]:
-        return f"a step reward of {bad[0]!r:.80} instead of a finite number of at most {LARGEST_REWARD:g}"
+        return f"a step reward of {shown(bad[0])} instead of a finite number of at most {LARGEST_REWARD:g}"
     if bad := [end for end in ends if not isinstance(end, numbers.Integral)]:
-        return f"a step that ends at {bad[0]!r:.80} instead of a whole number of {unit}"
+        return f"a step that ends at {shown(bad[0])} instead of a whole number of {unit}"
     return StepRewards([float(r) for r in rewards], [int(end) for end in ends], unit)
 
 
@@ -106,7 +106,7 @@ def to_token_steps(steps: StepRewards, completion: Completion, decode: Decode | 
         return "steps in characters, which an episode of several turns has no count of: give them in tokens"
     length = len(completion.token_ids if steps.unit == "tokens" else completion.text)
     if outside := [end for end in steps.ends if not 1 <= end <= length]:
-        return f"a step that ends after {outside[0]} {steps.unit}, but the completion has {length}"
+        return f"a step that ends after {shown(outside[0])} {steps.unit}, but the completion has {length}"
     if steps.unit == "tokens":
         return [(end - 1, r) for end, r in zip(steps.ends, steps.rewards, strict=True)]
     if decode is None and any(end < length for end in steps.ends):
@@ -201,11 +201,11 @@ def _score(score: object, member: int) -> float | StepRewards | BadResult | None
 def _number(score: object, member: int) -> float | BadResult:
     scalar = _scalar(score)
     if not isinstance(scalar, numbers.Real):
-        what = f"{score!r:.80} ({type(score).__name__})"
+        what = f"{shown(score)} ({type(score).__name__})"
         return BadResult("not_a_number", f"returned {what} for completion {member} instead of a number or None")
     if not _is_sound(scalar):
         what = f"a finite number of at most {LARGEST_REWARD:g} in size, or None"
-        return BadResult("not_a_number", f"returned {scalar!s:.80} for completion {member} instead of {what}")
+        return BadResult("not_a_number", f"returned {shown(scalar)} for completion {member} instead of {what}")
     return float(scalar)
 
 
