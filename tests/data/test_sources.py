@@ -93,6 +93,11 @@ def test_save_to_disk_folders(tmp_path: Path) -> None:
         load_problems(config(tmp_path / "two", split="dev"))
 
 
+def function_file(tmp_path: Path, body: str) -> str:
+    (tmp_path / "made.py").write_text(f"def rows():\n    {body}\n")
+    return f"{tmp_path / 'made.py'}:rows"
+
+
 def test_numbers_of_few_bits_are_read_as_they_were_written(tmp_path: Path) -> None:
     """As doubles they have digits that nobody wrote: 3.140000104904175."""
     datasets = pytest.importorskip("datasets")
@@ -106,7 +111,8 @@ def test_numbers_of_few_bits_are_read_as_they_were_written(tmp_path: Path) -> No
         path = tmp_path / f"{kind}.parquet"
         pyarrow.parquet.write_table(table, path)
         datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(str(tmp_path / str(kind)))
-        for source in (path, tmp_path / str(kind)):
+        of_function = function_file(tmp_path, f"import datasets; return datasets.load_from_disk({str(tmp_path / str(kind))!r})")
+        for source in (path, tmp_path / str(kind), of_function):
             found = load_problems(config(source, holdout=0)).train
             assert [p.answer for p in found] == [str(written), "2"]
             assert [p.columns["level"] for p in found] == [None, 0.7]
@@ -589,11 +595,6 @@ def test_inspection_without_a_tokenizer_and_of_other_sources(tmp_path: Path) -> 
     assert inspect_source(config(tmp_path / "a.jsonl"), PromptConfig(), None)["usable"] == 0
     save_prepared(load_problems(DataConfig(arithmetic=ArithmeticConfig(problems=5), holdout=2)), str(tmp_path / "p"))
     assert inspect_source(config(tmp_path / "p"), PromptConfig(), None)["rows"] == 5
-
-
-def function_file(tmp_path: Path, body: str) -> str:
-    (tmp_path / "made.py").write_text(f"def rows():\n    {body}\n")
-    return f"{tmp_path / 'made.py'}:rows"
 
 
 def test_a_function_gives_the_rows_that_a_file_would(tmp_path: Path) -> None:

@@ -122,14 +122,16 @@ def peek_columns(source: str, split: str) -> tuple[str, ...]:
 def _function_rows(source: str) -> list[Row]:
     function, _ = import_member(source, "data", DataError)
     try:
-        made = list(function())
+        table = function()
+        made, narrow = list(table), _narrow_columns(table)
     except Exception as error:
         raise DataError(
             f"data source {source!r} failed: {in_one_line(error)}; it must return a list of rows, each a dict"
         ) from error
     if not made:
         raise DataError(f"data source {source!r} returned no rows")
-    return [_row(f"row {number} of {source}", values) for number, values in enumerate(made)]
+    rows = [_row(f"row {number} of {source}", values) for number, values in enumerate(made)]
+    return [Row(row.name, {**row.values, **_as_written(row.values, narrow)}) for row in rows] if narrow else rows
 
 
 def _file_table(path: Path, split: str) -> Table:
@@ -269,6 +271,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 def _narrow(schema: Any) -> list[Any]:
     """The fields that may hold, also in lists and records, numbers with a point of fewer than 64 bits: ``float`` and ``halffloat``."""
     return [field for field in schema if "float" in str(field.type)]
+
+
+def _narrow_columns(table: Any) -> list[Any]:
+    """Those of a Dataset, which knows their types; none of anything else."""
+    return _narrow(getattr(getattr(table, "features", None), "arrow_schema", ()))
 
 
 def _as_written(values: Mapping[str, Any], fields: Iterable[Any]) -> dict[str, Any]:
@@ -424,6 +431,6 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _dataset_table(loaded: Any, label: str, split: str) -> Table:
-    narrow = _narrow(loaded.features.arrow_schema) if getattr(loaded, "features", None) else []
+    narrow = _narrow_columns(loaded)
     rows = (Row(f"row {number}", {**values, **_as_written(values, narrow)}) for number, values in enumerate(loaded, start=1))
     return Table(tuple(rows), label, split)
