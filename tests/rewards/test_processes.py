@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import sys
 import threading
 from dataclasses import replace
@@ -176,7 +177,8 @@ def limits_only_for(monkeypatch):
 
         def ask_with_patience(worker, name, keywords, timeout_s, seed):
             assert timeout_s is not None
-            return ask(worker, name, keywords, timeout_s if keywords["completions"][0][0]["content"] in texts else None, seed)
+            text = pickle.loads(keywords)["completions"][0][0]["content"]
+            return ask(worker, name, keywords, timeout_s if text in texts else None, seed)
 
         monkeypatch.setattr(_Worker, "ask", ask_with_patience)
 
@@ -281,6 +283,19 @@ def test_keywords_that_cannot_be_sent_are_told(mischief):
     prompt = make_prompt(columns={"lock": threading.Lock()})
     scoring = suite.score_all([(prompt, make_completions("fine"))])
     assert "its keywords cannot be sent to a process" in scoring.failures[0].message
+
+
+def test_keywords_are_pickled_once(mischief):
+    pickled = []
+
+    class Counted:
+        def __reduce__(self):
+            pickled.append(self)
+            return int, ()
+
+    scoring = mischief().score_all([(make_prompt(columns={"counted": Counted()}), make_completions("fine"))])
+    assert len(scoring.groups) == 1
+    assert len(pickled) == 1
 
 
 def test_a_function_that_no_process_could_find_is_refused_before_the_run():

@@ -1,7 +1,7 @@
 """The process behind ``processes.py``: loads the reward functions that it is told, and calls them one at a time.
 
-Requests are pickles behind their length. Replies are JSON behind the request's number and their length: the code that a function runs
-may have written them, and the parent believes them nothing but scores.
+Requests are two pickles, what is called and its keywords, each behind its length. Replies are JSON behind the request's number and their
+length: the code that a function runs may have written them, and the parent believes them nothing but scores.
 
 Run as a script, it is two processes. The first only waits, and when the second ends, or the parent does (whose end of the *lifeline*, a
 pipe, then closes), it kills all that is left. In a sandbox the second one is the zygote of ``sandbox.py``.
@@ -156,7 +156,8 @@ def serve(requests: int, replies: int, path: Sequence[str], walls: ModuleType | 
     write_reply(replies, 0, written("ready"))
     while True:
         try:
-            (number, name, keywords, timeout_s, seed), length = read_message(requests)
+            (number, name, timeout_s, seed), _ = read_message(requests)
+            keywords, length = read_message(requests)
         except EOFError:
             return
         if walls is not None:

@@ -119,13 +119,14 @@ class _Worker:
         self.reusable = True
         return reply
 
-    def ask(self, name: str, keywords: Mapping[str, object], timeout_s: float | None, seed: int | None) -> object:
-        """What the function returned. Raises CallRaised, CallTimedOut, or _Gone; ``reusable`` says whether the process can be used on."""
+    def ask(self, name: str, keywords: bytes, timeout_s: float | None, seed: int | None) -> object:
+        """What the function returned for the pickled ``keywords``. Raises CallRaised, CallTimedOut, or _Gone; ``reusable`` says whether
+        the process can be used on."""
         self._number += 1
-        request = pickle.dumps((self._number, name, dict(keywords), timeout_s, seed))
-        self._most = LEAST_BYTES + BYTES_PER_BYTE * len(request)
+        self._most = LEAST_BYTES + BYTES_PER_BYTE * len(keywords)
         self._asked.release()
-        self._send(request)
+        self._send(pickle.dumps((self._number, name, timeout_s, seed)))
+        self._send(keywords)
         # A sandbox kills the call by itself, and answers.
         kind, value = self._receive(None if timeout_s is None else timeout_s + GRACE_S * self.sandbox)
         if kind == "returned":
@@ -181,14 +182,14 @@ class ProcessPool:
         Raises ``CallTimedOut``, or ``CallRaised`` where the function raised, ended its process, or could not be sent its keywords.
         """
         try:
-            pickle.dumps(dict(keywords))
+            pickled = pickle.dumps(dict(keywords))
         except Exception as error:
             raise CallRaised(f"an error before it began: its keywords cannot be sent to a process ({error})") from error
         kind = name in self._entries[True]
         worker = self._workers[kind].get()
         try:
             worker = self._living(worker, kind)
-            return worker.ask(name, keywords, timeout_s, seed)
+            return worker.ask(name, pickled, timeout_s, seed)
         except (CallTimedOut, _Ended):
             self.killed[name] += 1
             if worker is not None and not worker.reusable:
