@@ -113,7 +113,7 @@ class RewardArguments:
         offered: dict[str, object] = {name: [own_copy(p.problem.columns.get(name)) for _, p, _ in chosen] for name in columns}
         offered |= {
             "prompts": [p.text if p.messages is None else [dict(m) for m in p.messages] for _, p, _ in chosen],
-            "completions": [c.answer if p.messages is None else [dict(m) for m in c.messages] for _, p, c in chosen],
+            "completions": [c.text if p.messages is None else [dict(m) for m in c.messages] for _, p, c in chosen],
             "answer": [p.problem.answer for _, p, _ in chosen],
             "accepted_answers": [p.problem.accepted for _, p, _ in chosen],
             "answer_style": [self.answer_style for _ in chosen],
