@@ -11,6 +11,7 @@ from nested import explained_variance, inputs_of, value_advantages
 from slow_objectives import gae_by_the_sum, ppo_token_rewards, ppo_value, random_batch
 
 from groupwise.algorithm import Objective, value_loss
+from groupwise.algorithm.advantages import gae_advantage
 from groupwise.config.schema import AlgorithmConfig
 from groupwise.errors import RewardError
 
@@ -116,3 +117,18 @@ def test_explained_variance():
     assert explained_variance([[[0.5, 0.5]]], [[[0.0, 1.0]]]) == 0.0
     assert explained_variance([[[1.0, 0.0]]], [[[0.0, 1.0]]]) == -3.0
     assert math.isnan(explained_variance([[[1.0, 0.0]]], [[[1.0, 1.0]]]))
+    assert math.isnan(explained_variance([[[]]], [[[]]]))
+
+
+@pytest.mark.parametrize("reward", [0.2, 0.0])
+def test_returns_that_differ_by_rounding_do_not_vary(reward):
+    """Returns are advantages + values: of equal rewards they come out a bit apart, where values are of another size."""
+    values = [[[0.3, 0.75, 0.3], [0.75, 0.3, 0.75, 0.1, 0.7]]]
+    inputs = inputs_of([[reward, reward]], values=values)
+    outputs = gae_advantage(inputs, gamma=1.0, lam=1.0)
+    if reward:
+        assert 0 < float(outputs.returns_T.var()) < 1e-30
+    assert "value/explained_variance" not in outputs.metrics
+    same = [[[0.8] * 1001]]
+    assert math.isnan(explained_variance([[[0.3, 0.75] * 500 + [0.3]]], same))
+    assert explained_variance([[[0.5, 0.5]]], [[[1000.0, 1000.0001]]]) == pytest.approx(0, abs=1e-6), "small, and no rounding"

@@ -18,6 +18,9 @@ from groupwise.metrics import Mean, Metric, Sum
 
 __all__ = ["explained_variance", "gae", "value_advantages", "value_loss"]
 
+_NO_VARIANCE = 1e-20
+"""A variance of less than this share of the numbers' squares is rounding, and nothing is divided by it."""
+
 
 def gae(rewards_T: Tensor, values_T: Tensor, sequence_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over ragged completions: ``advantages_T, returns_T``.
@@ -102,11 +105,13 @@ def value_loss(
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float:
     """1 - Var(R - V) / Var(R) over all tokens of the batch: 1 for a perfect value, 0 for a constant, below 0 for a harmful one.
 
-    Not a number when the returns do not vary.
+    Not a number when the returns do not vary by more than rounding; they are advantages + values, so values round them too.
     """
+    if not len(returns_T):
+        return math.nan
     values_T, returns_T = values_T.double(), returns_T.double()
-    variance = float(returns_T.var(correction=0)) if len(returns_T) else 0.0
-    return 1 - float((returns_T - values_T).var(correction=0)) / variance if variance > 0 else math.nan
+    variance, size = float(returns_T.var(correction=0)), float((returns_T.square() + values_T.square()).mean())
+    return 1 - float((returns_T - values_T).var(correction=0)) / variance if variance > _NO_VARIANCE * size else math.nan
 
 
 def _whitened(advantages_T: Tensor, epsilon: float) -> Tensor:
