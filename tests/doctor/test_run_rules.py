@@ -540,6 +540,27 @@ def test_samples_of_older_weights_are_no_fault_of_the_sampler(tmp_path):
     assert "the clip cut off" in findings_of(tmp_path / "clipped", story)["samples-too-old"].summary
 
 
+def test_a_cut_distribution_is_no_cause_of_a_correction_at_its_cap(ill):
+    """Without the tokens that it cuts out the others are likelier to the sampler than to the trainer: weights are below 1."""
+    assert "top_p" not in ill["correction-at-its-cap"].remedy
+
+
+@pytest.mark.parametrize(
+    ("loss", "drops"),
+    [("clip", True), ("gmpo", True), ("dppo", True), ("mine.py:loss", True), ("cispo", False), ("topr", False)],
+)
+def test_a_clip_that_keeps_the_gradient_is_no_fault(tmp_path, loss, drops):
+    """CISPO and TOPR hold a token's weight, and the token still teaches."""
+    clipped = {"policy/ratio_deviation": 0.3, "policy/clip_share": 0.5}
+    several = ["algorithm.updates_per_batch=4", f"algorithm.loss.type={loss}"]
+    found = findings_of(tmp_path / "several", Story(overrides=several, metrics=lambda step, p: clipped))
+    assert ("ratio-off" in found) is drops
+    ahead = ["rollout.ahead=4", "algorithm.stale_samples=behaviour", f"algorithm.loss.type={loss}"]
+    found = findings_of(tmp_path / "ahead", Story(overrides=ahead, metrics=lambda step, p: clipped))
+    assert ("samples-too-old" in found) is drops
+    assert ("ratio-off" in found) is drops
+
+
 def test_reward_hacking_shows_without_evaluations_too(tmp_path):
     story = Story(accuracy=lambda p: 0.6 - 0.3 * p, metrics=lambda step, p: {"reward/mean": 1.0 + 2 * p}, evaluations=[])
     assert "accuracy in training" in findings_of(tmp_path / "run", story)["reward-hacking"].summary

@@ -219,6 +219,8 @@ class LossSection(Section):
     level: ClassVar[str] = "-"
     own_ratio: ClassVar[str | None] = None
     """Of `RATIOS`, where it is another than its level's."""
+    clip_drops_gradient: ClassVar[bool] = True
+    """Whether a token at the clip has no gradient. False where the clip holds a weight in front of the gradient."""
 
     @property
     def ratio_level(self) -> str:
@@ -303,6 +305,7 @@ class CispoLoss(LossSection):
     """The weight is at least 1 - epsilon. At 1 or more there is no lower bound."""
     epsilon_high: float | None = Field(default=4.0, gt=0)
     """The weight is at most 1 + epsilon_high. Null takes `epsilon`."""
+    clip_drops_gradient: ClassVar[bool] = False
 
     @property
     def high(self) -> float:
@@ -426,6 +429,7 @@ class ToprLoss(LossSection):
     """A tapered weight of bad completions."""
     level: ClassVar[str] = "sequence"
     own_ratio: ClassVar[str | None] = "product"
+    clip_drops_gradient: ClassVar[bool] = False
 
     @property
     def clip_range(self) -> str:

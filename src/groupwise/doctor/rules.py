@@ -326,7 +326,7 @@ RULES: tuple[Rule, ...] = (
         "The correction weighs each token by how much likelier the trainer finds it than the sampler did. Where the weight is capped the "
         "gradient stays off-policy, and is none of its own.",
         "Look for the cause rather than raise algorithm.correction.cap: another engine or precision (rollout.engine, "
-        "rollout.quantization), a cut distribution (rollout.top_p, top_k).",
+        "rollout.quantization).",
     ),
     Rule(
         "samples-too-old", "run", "Samples too old to learn from", "warning", updates.samples_too_old,

@@ -97,7 +97,8 @@ def negative_kl(run: RunRecord) -> Evidence | None:
 
 
 def ratio_off(run: RunRecord) -> Evidence | None:
-    """On-policy the ratio is 1 by definition; off-policy a clip that acts on many tokens means that steps are too large."""
+    """On-policy the ratio is 1 by definition; off-policy a clip that drops the gradient of many tokens means that steps are too
+    large."""
     deviation, clipped = series(run, "policy/ratio_deviation"), series(run, "policy/clip_share")
     updates = run.config.algorithm.updates_per_batch if run.config and not run.config.clips_against_the_sampler else None
     off = [(step, value) for step, value in deviation.points if value > 1e-3]
@@ -110,7 +111,8 @@ def ratio_off(run: RunRecord) -> Evidence | None:
             three(completions_between(run, (off[0][0], off[-1][0]))),
             severity="critical",
         )
-    worst = worst_stretch(clipped, min(MANY, len(clipped))) if updates != 1 and len(clipped) >= 3 else None
+    drops = run.config is None or run.config.algorithm.loss.clip_drops_gradient
+    worst = worst_stretch(clipped, min(MANY, len(clipped))) if updates != 1 and drops and len(clipped) >= 3 else None
     if worst is None or worst[0] <= 0.3:
         return None
     return Evidence(
@@ -329,6 +331,8 @@ def samples_too_old(run: RunRecord) -> Evidence | None:
     steps = steps_ahead(run)
     name, most, what = "policy/correction_cut", 0.05, "the weight of a sample was beyond its cap"
     if run.config is not None and run.config.clips_against_the_sampler:
+        if not run.config.algorithm.loss.clip_drops_gradient:
+            return None
         name, most, what = "policy/clip_share", 0.3, "the clip cut off"
     shares = series(run, name)
     worst = worst_stretch(shares, min(STRETCH, len(shares))) if steps and len(shares) >= 3 else None

@@ -76,7 +76,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "Mean ratio of the policy to itself before the batch's first update (stale_samples=behaviour: to the sampler).",
     ),
     "policy/ratio_deviation": ("ratio", "Largest |ratio - 1| of a token (with a ratio of completions, of a completion)."),
-    "policy/clip_share": ("share", "Tokens whose ratio the clip cut off; 0 on-policy; above about 0.3 steps are too large."),
+    "policy/clip_share": (
+        "share",
+        "Tokens that the clip cut off (above 0.3 steps are too large), or with cispo and topr whose weight it held; 0 on-policy.",
+    ),
     "policy/entropy": ("nats", "Mean -log probability of sampled tokens; falling to 0 means collapse."),
     "policy/sampler_mismatch": (
         "nats",
