@@ -79,6 +79,7 @@ class Story:
     held_out_prompts: Callable[[int], str] = lambda i: f"<user> {i} - {i + 1} = ?"
     loss: Callable[[int], float] = lambda step: 1e-8 * math.sin(step)
     extra: dict[str, Any] = field(default_factory=dict)
+    advantages: Callable[[list[list[float]]], list[list[float]]] = group_advantages
 
 
 def answered(answer: str) -> str:
@@ -130,7 +131,7 @@ def write_run(folder: Path, story: Story | None = None) -> Path:
         logged = {**usual_metrics(story, step, progress), **story.metrics(step, progress)}
         tracker.step(step, {name: value for name, value in logged.items() if name not in story.without})
         groups = [make_group(story, step, progress, number) for number in range(GROUPS)]
-        tracker.completions(step, groups, group_advantages([list(group.rewards) for group in groups]))
+        tracker.completions(step, groups, story.advantages([list(group.rewards) for group in groups]))
     for stage, *shares in story.evaluations:
         for mode in ("sampled", "greedy"):
             tracker.evaluation(make_evaluation(story, stage, mode, shares[0], shares[-1]))

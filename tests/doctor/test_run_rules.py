@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from groupwise.algorithm import group_advantages
 from groupwise.cli import app
 from groupwise.doctor import RULES, diagnose_run
 from groupwise.doctor.rewarding import disagreeing_verdicts, fallen_accuracy
@@ -386,6 +387,21 @@ def test_groups_without_variance_are_no_fault_where_they_teach(tmp_path, overrid
     found = findings_of(tmp_path / "hard", Story(overrides=overrides, accuracy=lambda p: 0.05, metrics=lambda step, p: hard))
     assert ("no-variance" in found) is not teach
     found = findings_of(tmp_path / "solved", Story(overrides=overrides, metrics=soon_solved))
+    assert ("further steps change " + ("little" if teach else "nothing")) in found["reward-saturated"].summary
+
+
+@pytest.mark.parametrize(("baseline", "teach"), [("batch_mean", True), ("group_mean", False)])
+def test_whether_groups_without_variance_teach_under_an_advantage_of_ones_own_is_in_the_records(tmp_path, baseline, teach):
+    """All are wrong in one group of each step and right in the other."""
+    hard = {"groups/zero_variance": 1.0, "accuracy/strict": 0.5, "reward/mean": 1.0}
+    story = Story(
+        overrides=["algorithm.advantage.type=mine.py:mine"], metrics=lambda step, p: hard,
+        write=lambda step, p, group, sample, answer: Written(answered(answer if group else "-1")),
+        advantages=lambda rewards: group_advantages(rewards, baseline, "none"),
+    )  # fmt: skip
+    assert ("no-variance" in findings_of(tmp_path / "hard", story)) is not teach
+    story.metrics = soon_solved
+    found = findings_of(tmp_path / "solved", story)
     assert ("further steps change " + ("little" if teach else "nothing")) in found["reward-saturated"].summary
 
 

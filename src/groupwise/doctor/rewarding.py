@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from groupwise.config.objective import OwnAdvantage
 from groupwise.doctor.findings import (
     Evidence,
     Example,
@@ -42,6 +43,8 @@ __all__ = [
 STRETCH = 10
 """Steps in a row that an average is taken over."""
 NEARLY_ALL = 0.9
+MOVES = 1e-6
+"""Advantage from which a completion teaches something."""
 GOOD = 0.8
 """Accuracy from which groups without variance mean that the problems are solved."""
 
@@ -105,7 +108,13 @@ def no_variance(run: RunRecord) -> Evidence | None:
 
 
 def flat_groups_teach(run: RunRecord) -> bool:
-    return run.config is not None and run.config.algorithm.flat_groups_teach
+    """Of an advantage of the user's own, which the settings know nothing about, the recorded numbers tell it."""
+    if run.config is None or run.config.algorithm.flat_groups_teach:
+        return run.config is not None
+    if not isinstance(run.config.algorithm.advantage, OwnAdvantage):
+        return False
+    same = (group for group in groups_of(run.completions) if len({record.reward for record in group}) == 1)
+    return any(abs(record.advantage or 0.0) > MOVES for group in same for record in group)
 
 
 def known(numbers: Mapping[str, float]) -> dict[str, float]:
