@@ -75,6 +75,20 @@ def test_equal_rewards_give_exactly_zero(value: float, size: int, baseline: str)
     assert group_advantages([[value] * size], baseline) == [[0.0] * size]
 
 
+def test_a_kl_in_equal_rewards_loses_its_weight_where_the_groups_deviation_divides():
+    """beta cancels out of a group whose completions all scored the same; with the batch's deviation, or none, it does not."""
+    kl = [0.5, 1.0, 2.0, 4.5]
+
+    def advantages(beta, scale):
+        return group_advantages([[1 - beta * x for x in kl], [1.0, 0.0, 1.0, 0.0]], "group_mean", scale)[0]
+
+    weak, strong = (advantages(beta, "group_std") for beta in (0.01, 0.1))
+    np.testing.assert_allclose(weak, strong, rtol=0.01, atol=1e-9)
+    assert strong[0] == pytest.approx(1.5 / math.sqrt(9.5 / 3), rel=0.01), "of size 1, whatever beta is"
+    for scale in ("batch_std", "none"):
+        assert advantages(0.1, scale)[0] > 9 * advantages(0.01, scale)[0]
+
+
 def test_batch_choices_look_at_the_whole_batch():
     rewards = [[0.0, 1.0], [2.0, 2.0, 5.0]]
     flat = np.array([0, 1, 2, 2, 5.0])

@@ -122,6 +122,8 @@ def test_a_plain_config_and_one_without_beta_have_no_notes():
             "rollout.refill_rounds=2 replaces groups whose rewards are all the same, but",
         ),
         (["rollout.refill_rounds=2", "kl.placement=reward"], "with this algorithm they teach too"),
+        (["rollout.refill_rounds=2", "algorithm.advantage.type=mine.py:ranks"], "they may teach too, where mine.py:ranks"),
+        (["kl.placement=reward"], "algorithm.kl.beta cancels out there: set algorithm.advantage.scale to batch_std or none"),
         (["rollout.environment={command: python a.py}"], "prompt.system=auto gives the agent's conversations a system prompt"),
     ],
 )

@@ -101,6 +101,13 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield _without_effect("algorithm.value.loss_weight", value.loss_weight, divided_out)
     if algorithm.kl is not None and algorithm.kl.placement == "loss" and algorithm.kl.estimator == "k1":
         yield "algorithm.kl.estimator=k1 in the loss pulls nowhere: its gradient averages to 0, while k3 and k2 pull to the reference."
+    divided = isinstance(algorithm.advantage, GroupAdvantage) and algorithm.advantage.scale == "group_std"
+    if divided and algorithm.kl is not None and algorithm.kl.placement == "reward":
+        yield (
+            "algorithm.kl.placement=reward with algorithm.advantage.scale=group_std: where a group's completions all scored the "
+            "same, the KL alone is divided by its own deviation, so that algorithm.kl.beta cancels out there: set "
+            "algorithm.advantage.scale to batch_std or none."
+        )
     if isinstance(algorithm.advantage, OwnAdvantage) and algorithm.kl is not None and algorithm.kl.placement == "token_reward":
         yield (
             f"algorithm.kl.placement=token_reward acts only if {algorithm.advantage.type} takes inputs.penalties_T off the "
@@ -135,6 +142,11 @@ def _sampling(config: Config) -> Iterator[str]:
         yield (
             f"rollout.refill_rounds={rollout.refill_rounds} replaces groups whose rewards are all the same, but with this algorithm they "
             "teach too: it compares more than the summed rewards within a group."
+        )
+    elif rollout.refill_rounds and isinstance(config.algorithm.advantage, OwnAdvantage):
+        yield (
+            f"rollout.refill_rounds={rollout.refill_rounds} replaces groups whose rewards are all the same, but they may teach "
+            f"too, where {config.algorithm.advantage.type} compares more than the summed rewards within a group."
         )
     if rollout.command is not None and config.prompt.system == "auto":
         yield (
