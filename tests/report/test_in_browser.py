@@ -372,6 +372,7 @@ def test_a_group_explains_its_advantages(page):
     how = texts(browser, "#how")[0]
     assert "less the group’s mean" in how
     assert "(tokens × 56 completions of the step)" in how, "one group of 8 was left out"
+    assert "Every token of a completion has its advantage" in how
     assert how.endswith("Counted again here: the same.")
     assert browser.run("document.querySelectorAll('#group tbody tr').length") == G
     browser.run("document.querySelectorAll('#group tbody button')[5].click()")
@@ -536,6 +537,26 @@ def test_where_only_the_tokens_of_most_entropy_learn_no_weight_is_told(page):
     browser.until("document.getElementById('how')")
     assert per_token(browser) == ["–"] * G
     assert "Only 20% of the step’s tokens" in texts(browser, "#how")[0]
+    assert browser.problems == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metrics", "in_them"),
+    [
+        (["algorithm.preset=ppo"], {}, ""),
+        (["algorithm.preset=reinforce++", "algorithm.kl.placement=token_reward"], {}, ", with the KL still to come in them"),
+        ([], {"steps/tests": 2.0}, ", with what the steps still to come earned in them"),
+    ],
+)
+def test_where_tokens_have_advantages_of_their_own_the_table_has_their_mean(page, overrides, metrics, in_them):
+    browser = page(Story(steps=2, overrides=overrides, metrics=lambda step, p: metrics))
+    ready(browser)
+    browser.run("document.querySelectorAll('.row')[2].click()")
+    browser.until("document.getElementById('how')")
+    how = texts(browser, "#how")[0]
+    assert f"The tokens of a completion have advantages of their own{in_them}; the table has their mean; in the loss" in how
+    assert "Every token of a completion" not in how
+    assert "Counted again here" not in how
     assert browser.problems == []
 
 

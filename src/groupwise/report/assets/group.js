@@ -94,8 +94,11 @@ function howAdvantages(run, rows) {
   const whole = !rule.steps && rule.baseline === 'group_mean' && ['group_std', 'none'].includes(rule.scale) && rule.kl_placement !== 'reward' && rule.kl_placement !== 'token_reward';
   const off = whole ? Math.max(...rows.map((one) => Math.abs(one.advantage - (one.reward - mean) / (rule.scale === 'none' ? 1 : deviation + rule.epsilon)))) : NaN;
   const checked = Number.isNaN(off) ? '' : off < 1e-3 ? ' Counted again here: the same.' : ' Counted again here it is off by up to ' + number(off) + '.';
+  // What the tokens' own advantages have in them beside the completion's; the table has the mean of each completion's.
+  const inThem = [rule.kl_placement === 'token_reward' ? 'the KL still to come' : '', rule.steps ? 'what the steps still to come earned' : ''].filter(Boolean);
+  const differ = inThem.length > 0 || rule.type === 'gae' || rows.some((one) => one.ta);
   return el('p', { class: 'note', id: 'how' }, 'Reward: the components times their weights, added (normalised and clipped where the settings say so). Advantage: ' + (rule.baseline ? 'reward less ' + baselines[rule.baseline] + scales[rule.scale] : others[rule.type] || 'by ' + rule.type) +
-    '. Every token of a completion has its advantage' + (rule.kl_placement === 'token_reward' ? ', less the KL still to come' : '') + (rule.steps ? ', and to it is added what the steps still to come earned, likewise normalised' : '') + '; in the loss it weighs ' + perTokenWords[rule.aggregation] + '.' +
+    (differ ? '. The tokens of a completion have advantages of their own' + (inThem.length ? ', with ' + inThem.join(' and ') + ' in them' : '') + '; the table has their mean; in the loss a token weighs ' : '. Every token of a completion has its advantage; in the loss it weighs ') + perTokenWords[rule.aggregation] + '.' +
     (rule.masks ? ' Completions that did not end by themselves are left out of the loss (algorithm.mask_truncated).' : '') +
     (rule.top_share < 1 ? ' Only ' + number(100 * rule.top_share) + '% of the step’s tokens, those of most entropy, take part in the loss (algorithm.entropy.top_share); which ones is not recorded.' : '') + checked);
 }
