@@ -53,12 +53,12 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest number seen."""
+    """The largest number seen; NaN where one was."""
 
     largest: float
 
     def __add__(self, other: Max) -> Max:
-        return Max(max(self.largest, other.largest))
+        return self if math.isnan(self.largest) or self.largest >= other.largest else other
 
     @property
     def value(self) -> float:
@@ -67,12 +67,12 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """The smallest number seen."""
+    """The smallest number seen; NaN where one was."""
 
     smallest: float
 
     def __add__(self, other: Min) -> Min:
-        return Min(min(self.smallest, other.smallest))
+        return self if math.isnan(self.smallest) or self.smallest <= other.smallest else other
 
     @property
     def value(self) -> float:

@@ -15,7 +15,7 @@ from groupwise.evaluation.figures import (
     pass_at_k,
     sign_flip_p_value,
 )
-from groupwise.metrics import wilson_interval
+from groupwise.metrics import Max, Min, wilson_interval
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
@@ -144,6 +144,13 @@ def test_the_paired_interval_covers(samples):
         low, high = paired_interval(differences.tolist())
         held += low <= 0.3 * (1 - 0.6 / 1.6) <= high
     assert 0.93 <= held / 2000 <= 0.995
+
+
+@pytest.mark.parametrize("kind", [Max, Min])
+def test_what_is_no_number_stays_so_in_either_order(kind):
+    nan, one = kind(math.nan), kind(1.0)
+    assert all(math.isnan(found.value) for found in (nan + one, one + nan, one + nan + one, nan + nan))
+    assert (kind(2.0) + one).value == (one + kind(2.0)).value == {Max: 2.0, Min: 1.0}[kind]
 
 
 def test_holm_by_hand():
