@@ -38,7 +38,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "Answers on which math-verify gave no verdict (rewards.on_error); accuracy/strict leaves them out.",
     ),
     "accuracy/strict": ("share", "Completions of the step whose answer is right in the place asked for."),
-    "accuracy/format": ("share", "Completions of the step in exactly the form asked for."),
+    "accuracy/format": ("share", "Completions of the step in exactly the form asked for; only with answers in XML tags."),
     "groups/zero_variance": (
         "share",
         "Groups whose completions all scored the same: compared within the group, they teach nothing.",
@@ -87,7 +87,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "policy/full_entropy": (
         "nats",
-        "Mean exact entropy of the tokens' distributions; only with algorithm.entropy.",
+        "Mean exact entropy of the tokens' distributions; only in steps with an entropy bonus.",
     ),
     "policy/entropy_bonus": ("1", "Weight of the entropy bonus in this step: 0 while the entropy is above its floor."),
     "policy/tokens_kept": ("share", "Tokens that the top-entropy share lets take part in the policy's loss."),
