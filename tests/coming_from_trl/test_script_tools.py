@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from groupwise.engines.base import Engine
 from groupwise.errors import ConfigError, GroupwiseError
@@ -369,6 +370,25 @@ def test_environments_may_bring_the_prompts(folder, arguments, scripted):
     assert trainer.state.log_history[0]["reward"] == pytest.approx(1 + 15 / 4)
 
 
+def test_what_an_environment_says_at_the_start_may_change_in_the_run(folder, data, arguments, scripted):
+    class Lessons(Counter):
+        level = 1
+
+        def reset(self, **row: Any) -> str:
+            super().reset()
+            return f" Level {self.level}."
+
+    class Harder(TrainerCallback):
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            Lessons.level += 1
+
+    scripted.turns = {"tools": TURNS["counter"]}
+    args = GRPOConfig(**arguments | {"max_steps": -1, "num_train_epochs": 2})
+    GRPOTrainer(str(folder), None, args, data, environment_factory=Lessons, callbacks=[Harder()]).train()
+    asked = {prompt.messages[-1]["content"] for request in scripted.asked for prompt in request.prompts if prompt.messages}
+    assert asked == {f"{a} * 4? Level {level}." for a in range(6) for level in (1, 2)}
+
+
 def test_each_completion_has_its_own_environment_whenever_it_ends(tiny_folder, chats, settings, monkeypatch):
     """The real engine, whose completions begin together and end at different times."""
     from transformers import AutoTokenizer
@@ -506,6 +526,16 @@ def scripted_rollout(prompts, trainer):
     }
 
 
+def padded_rollout(prompts, trainer):
+    """The same, and half of the completions are padded after their end."""
+    found = scripted_rollout(prompts, trainer)
+    for i in range(0, len(prompts), 2):
+        found["completion_ids"][i].append(trainer.processing_class.pad_token_id)
+        found["logprobs"][i].append(0.0)
+        found["env_mask"][i].append(0)
+    return found
+
+
 def earned_and_more(completions, earned, **_):
     return [e + len(c[0]["content"]) / 100 for e, c in zip(earned, completions, strict=True)]
 
@@ -522,7 +552,6 @@ def test_a_rollout_of_the_script_s_own_is_learnt_from(folder, data, arguments, s
         (lambda out: out["completion_ids"].pop(), "7 completion_ids and 8 prompt_ids for 8 prompts"),
         (lambda out: out["env_mask"][3].pop(), "for prompt 3"),
         (lambda out: out["prompt_ids"][2].append(1), "different prompt_ids"),
-        (lambda out: out["logprobs"][5].__setitem__(0, None), "None as the logprob of a token for prompt 5: return numbers"),
     ]
     for breaks, words in broken:
 
@@ -559,11 +588,12 @@ def test_a_rollout_s_logprobs_may_be_unknown_but_not_where_they_weigh(folder, da
         GRPOTrainer(str(folder), earned_and_more, args, data, rollout_func=rollout).train()
 
 
-def test_a_token_of_a_rollout_without_a_known_logprob_is_weighted_by_1(folder, data, arguments, scripted):
+@pytest.mark.parametrize("unknown", [math.nan, None])
+def test_a_token_of_a_rollout_without_a_known_logprob_is_weighted_by_1(folder, data, arguments, scripted, unknown):
     def rollout(prompts, trainer):
         found = scripted_rollout(prompts, trainer)
         for one in found["logprobs"]:
-            one[0] = math.nan
+            one[0] = unknown
         return found
 
     args = GRPOConfig(**arguments | {"max_steps": 1}, use_vllm=True, vllm_importance_sampling_mode="token_truncate")
@@ -714,23 +744,26 @@ def assert_same_run(trainer, other, folder, skipped):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "changes",
+    ("rollout", "changes"),
     [
-        {},
-        {"loss_type": "grpo", "num_iterations": 2, "mask_truncated_completions": True},
-        {"off_policy_mask_threshold": 0.1},
+        (scripted_rollout, {}),
+        (scripted_rollout, {"loss_type": "grpo", "num_iterations": 2, "mask_truncated_completions": True}),
+        (scripted_rollout, {"off_policy_mask_threshold": 0.1}),
+        (padded_rollout, {"mask_truncated_completions": True}),
     ],
 )
-def test_a_rollout_of_the_script_s_own_teaches_what_it_teaches_in_trl(changes, folder, data, arguments, monkeypatch):
+def test_a_rollout_of_the_script_s_own_teaches_what_it_teaches_in_trl(rollout, changes, folder, data, arguments, monkeypatch):
     trl = pytest.importorskip("trl", exc_type=ImportError)
     from transformers import AutoTokenizer
 
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch)
     arguments |= changes
-    trainer = GRPOTrainer(str(folder), earned_and_more, GRPOConfig(**arguments), data, rollout_func=scripted_rollout)
+    own, theirs = (AutoTokenizer.from_pretrained(folder, pad_token="<|im_start|>") for _ in range(2))
+    args = GRPOConfig(**arguments)
+    trainer = GRPOTrainer(str(folder), earned_and_more, args, data, processing_class=own, rollout_func=rollout)
     trainer.train()
-    args, tokenizer = trl.GRPOConfig(**arguments, report_to="none"), AutoTokenizer.from_pretrained(folder)
-    other = trl.GRPOTrainer(str(folder), earned_and_more, args, data, processing_class=tokenizer, rollout_func=scripted_rollout)
+    args = trl.GRPOConfig(**arguments, report_to="none")
+    other = trl.GRPOTrainer(str(folder), earned_and_more, args, data, processing_class=theirs, rollout_func=rollout)
     other.train()
     assert_same_run(trainer, other, folder, set())
 

@@ -257,8 +257,8 @@ def roll_out(
     weighted: bool = False,
 ) -> tuple[list[Prompt], list[tuple[Completion, ...]], dict[str, list[object]]]:  # fmt: skip
     """What a script's ``rollout_func`` sampled, each prompt ``group_size`` times: prompts with its token ids, completions, and further
-    columns for reward functions. Tokens whose ``env_mask`` is 0 were given. Log-probabilities may be None altogether, and are NaN then,
-    unless completions are ``weighted`` by them.
+    columns for reward functions. Tokens whose ``env_mask`` is 0 were given. Log-probabilities that are None are NaN. There may be
+    None in place of all, unless completions are ``weighted`` by them.
 
     Raises ArgumentError where it returns something else, or gives the members of a group different prompts.
     """
@@ -280,6 +280,7 @@ def roll_out(
             "one for each"
         )
     own, groups = [], []
+    ended = {*policy.end_token_ids, policy.tokenizer.pad_token_id}  # as in TRL: a rollout may pad what has ended
     for index, prompt in enumerate(prompts):
         members = range(index * group_size, (index + 1) * group_size)
         ids = {tuple(map(int, prompt_ids[i])) for i in members}
@@ -298,14 +299,12 @@ def roll_out(
                     f"rollout_func returned {len(tokens)} completion_ids, {len(mask)} of env_mask and {len(numbers)} logprobs for prompt "
                     f"{i}: return as many of each, at least one"
                 )
-            if any(x is None for x, sampled in zip(numbers, mask, strict=True) if sampled):
-                raise ArgumentError(
-                    f"rollout_func returned None as the logprob of a token for prompt {i}: return numbers, or None in place of all lists"
-                )
             turns = () if masks is None else _turns(tokens, mask, policy.tokenizer)
-            reason: FinishReason = "stop" if tokens[-1] in policy.end_token_ids else "length"
+            reason: FinishReason = "stop" if tokens[-1] in ended else "length"
             text = policy.tokenizer.decode(list(tokens), skip_special_tokens=True)
-            numbers = [float(x) if sampled else 0.0 for x, sampled in zip(numbers, mask, strict=True)]
+            numbers = [
+                (math.nan if x is None else float(x)) if sampled else 0.0 for x, sampled in zip(numbers, mask, strict=True)
+            ]
             group.append(Completion(text, tokens, tuple(numbers), reason, sample, temperature=temperature, turns=turns))
         groups.append(tuple(group))
     return own, groups, {name: value if isinstance(value, list) else [value] * len(asked) for name, value in found.items()}

@@ -93,7 +93,8 @@ class PromptSet:
         self.shuffles = bool(args.shuffle_dataset)
         form = getattr(dataset, "format", None)
         changes = isinstance(form, Mapping) and form.get("type") == "custom"  # a set_transform may give another row each time
-        self._keeps = not changes
+        # So may what an environment says at the start.
+        self._keeps = not changes and not (episodes and episodes.environments)
         self._kept: dict[int, Prompt] = {}
         self._marks: dict[tuple[str, ...], int] = {}
         self.dataset = dataset = self._rows(dataset, args)
