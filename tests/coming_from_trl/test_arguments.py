@@ -121,6 +121,28 @@ def test_values_that_cannot_be_are_told_in_one_sentence(arguments, sentence):
         GRPOConfig("out", **arguments)
 
 
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+def test_delta_may_be_anything_where_trl_does_not_read_it(loss_type):
+    assert GRPOConfig("out", loss_type=loss_type, delta=1.1).delta == 1.1
+
+
+@pytest.mark.parametrize(
+    ("iterations", "micro_steps", "accumulation", "moves"),
+    [(2, 1, 1, True), (1, 2, 1, True), (1, 3, 2, True), (1, 1, 1, False), (1, 2, 2, False), (2, 1, 4, False)],
+)
+def test_a_reference_of_the_last_step_needs_a_policy_that_moves_within_a_generation(iterations, micro_steps, accumulation, moves):
+    from groupwise.trl.parts import model_config, to_config
+
+    follows = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    follows |= {"num_iterations": iterations, "steps_per_generation": micro_steps, "gradient_accumulation_steps": accumulation}
+    if moves:
+        args = GRPOConfig("out", **follows)
+        assert to_config(args, model_config(args, "quickstart")).algorithm.kl.reference_every == 1
+    else:
+        with pytest.raises(ConfigError, match="learnt from in one optimiser step"):
+            GRPOConfig("out", **follows)
+
+
 def test_batch_sizes_follow_from_each_other():
     config = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=6)
     assert (config.steps_per_generation, config.generation_batch_size) == (6, 24)

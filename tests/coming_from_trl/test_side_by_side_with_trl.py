@@ -62,6 +62,10 @@ CASES = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.01, "num_iterations": 3, "beta": 0.1},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2, "learning_rate": 1e-3},
     "a reference that follows": {"beta": 0.3, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.4},
+    "a reference that is the policy of the step before": {
+        "beta": 0.3, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0, "steps_per_generation": 2,
+        "per_device_train_batch_size": 4,
+    },
     "optimiser": {"weight_decay": 0.1, "adam_beta2": 0.9, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 0.1},
     "two rewards": {"reward_weights": [1.0, -0.5], "shuffle_dataset": False},
     "two rewards, normalised first": {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": "normalize_then_sum"},
@@ -175,6 +179,8 @@ def test_a_run_is_trl_s_run(name, tiny_folder, prompts, tmp_path, monkeypatch):
         assert names <= set(row), names - set(row)
         for key in sorted(n for n in names if expected[n] is not None):  # None: of nothing but masked tokens
             assert row[key] == pytest.approx(expected[key], rel=2e-3, abs=2e-5), (key, row["step"])
+    if arguments.get("sync_ref_model"):
+        assert mine.state.log_history[1]["kl"] > 0
     weights, start = dict(other.model.named_parameters()), None
     from transformers import AutoModelForCausalLM
 

@@ -98,8 +98,8 @@ class GRPOConfig(_Fields):
         for name in ARGUMENTS:  # a subclass may have defaults that no __setattr__ saw
             self.__dict__[name] = _plain(ARGUMENTS[name], getattr(self, name))
         _follow_old_names(self)
-        problems = [*_contradictions(self), *_derive_generation(self, given)]
-        if problems:
+        derived = list(_derive_generation(self, given))  # before what goes by it
+        if problems := [*_contradictions(self), *derived]:
             raise _told(problems)
         self.__dict__["_checked"] = True
 
@@ -145,6 +145,11 @@ class GRPOConfig(_Fields):
     def restricts_sampling(self) -> bool:
         """Whether completions are drawn from another distribution than the one that is trained."""
         return self.repetition_penalty != 1 or bool(self.min_p) or self.top_p < 1 or self.top_k > 0
+
+    @property
+    def moves_within_generation(self) -> bool:
+        """Whether a generation is learnt from in more than one optimiser step."""
+        return bool(self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations))
 
     get_process_log_level, main_process_first = TrainingArguments.get_process_log_level, TrainingArguments.main_process_first
 
@@ -341,12 +346,15 @@ def _contradictions(args: GRPOConfig) -> Iterator[str]:
     yield from _inert_beside_own(args)
     if args.sync_ref_model and args.beta == 0:
         yield "sync_ref_model=True, but beta is 0, so there is no reference: set beta or leave sync_ref_model out"
-    if args.sync_ref_model and args.ref_model_sync_steps == args.ref_model_mixup_alpha == args.num_iterations == 1:
+    always_policy = args.sync_ref_model and args.ref_model_sync_steps == args.ref_model_mixup_alpha == 1
+    # steps_per_generation is None where batch sizes do not fit, which is told beside this.
+    if always_policy and args.steps_per_generation and not args.moves_within_generation:
         yield (
-            "ref_model_sync_steps is 1 with ref_model_mixup_alpha 1 and num_iterations 1, so the reference is the policy itself and the KL "
-            "is always 0: lower ref_model_mixup_alpha, or leave sync_ref_model out"
+            "ref_model_sync_steps is 1 with ref_model_mixup_alpha 1, and a generation is learnt from in one optimiser step, so "
+            "the reference is the policy itself and the KL is always 0: lower ref_model_mixup_alpha, or leave sync_ref_model out"
         )
-    if args.delta is not None and args.delta <= 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high):
+    delta = args.delta if args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo") else None  # others do not read it
+    if delta is not None and delta <= 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high):
         yield f"delta is {args.delta}, but it must be above the upper clip bound 1 + epsilon_high: raise it"
     generations = args.num_generations_eval or args.num_generations
     if args.eval_strategy != "no" and args.per_device_eval_batch_size * args.world_size % generations:

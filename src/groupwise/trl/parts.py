@@ -88,7 +88,8 @@ def to_config(args: GRPOConfig, model: ModelConfig, correction: Mapping[str, Any
         "max_grad_norm": args.max_grad_norm or None,
         "precision": "masters-8bit" if "8bit" in args.optim else "masters",
     }
-    algorithm = {"updates_per_batch": args.num_iterations, "kl": kl if args.beta else None, "correction": correction}
+    updates = max(args.num_iterations, 1 + args.moves_within_generation)
+    algorithm = {"updates_per_batch": updates, "kl": kl if args.beta else None, "correction": correction}
     sections = {"rollout": rollout, "algorithm": algorithm, "optimizer": optimizer, "training": {"seed": args.seed}}
     return Config.model_validate({"model": model, **sections})
 
