@@ -23,7 +23,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from tokenizers import processors
 from torch.optim import lr_scheduler
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+)
 from transformers.integrations import DVCLiveCallback, TensorBoardCallback, WandbCallback
 from transformers.integrations.integration_utils import WandbLogModel
 
@@ -37,7 +45,7 @@ from groupwise.errors import CheckpointError, ConfigError, DataError, ModelError
 from groupwise.trl import GRPOConfig, GRPOTrainer, checkpoint, parts
 from groupwise.trl.outputs import CompletionLog, summary_in
 from groupwise.trl.parts import GivenOptimizer, check_frozen
-from groupwise.trl.rewards import combine
+from groupwise.trl.rewards import Judge, combine
 from groupwise.trl.steps import EntropyControl
 from tests.tiny import write_tiny_mixture
 
@@ -248,17 +256,21 @@ def test_async_rewards_run_side_by_side_and_none_is_left_out(tiny_folder, prompt
     assert (row["rewards/one/mean"], row["rewards/two/mean"], row["reward"]) == pytest.approx((1.0, 5.0, 9.0))
 
 
-@pytest.mark.parametrize("given", ["name", "object", "adapter"])
-def test_a_model_as_reward(tiny_folder, chats, letters, settings, tmp_path, given):
-    from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
-
-    folder = tmp_path / "judge"
-    config = LlamaConfig.from_pretrained(tiny_folder, num_labels=1, initializer_range=0.5)
+def write_judge(tiny_folder, folder, **shape):
+    """A reward model of random weights with the tiny model's tokenizer, which is returned."""
+    config = LlamaConfig.from_pretrained(tiny_folder, num_labels=1, initializer_range=0.5, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize("given", ["name", "object", "adapter"])
+def test_a_model_as_reward(tiny_folder, chats, letters, settings, tmp_path, given):
+    folder = tmp_path / "judge"
+    tokenizer = write_judge(tiny_folder, folder)
     judge = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     reward = str(folder) if given == "name" else judge
     if given == "adapter":  # its layers are put into the model itself
@@ -277,6 +289,43 @@ def test_a_model_as_reward(tiny_folder, chats, letters, settings, tmp_path, give
             last = int((ids[0] != tokenizer.pad_token_id).nonzero().max())  # where transformers reads the score
             expected = float(judge.score(hidden[0, last])[0])
         assert generation.scores[0][i] == pytest.approx(expected, abs=1e-4)
+
+
+def test_texts_that_a_reward_model_does_not_hold_are_told_once(tiny_folder, chats, settings, tmp_path, caplog):
+    write_judge(tiny_folder, tmp_path / "judge", max_position_embeddings=16)
+    GRPOTrainer(str(tiny_folder), str(tmp_path / "judge"), settings(), chats).train()
+    (said,) = [words for record in caplog.records if "lost their beginning" in (words := record.getMessage())]
+    assert said.startswith("8 of 8 texts lost their beginning")
+    assert "takes 16 tokens" in said
+
+
+def test_a_reward_model_s_name_is_loaded_as_model_init_kwargs_say(tiny_folder, chats, settings, tmp_path, caplog):
+    write_judge(tiny_folder, tmp_path / "judge")
+    given = {"dtype": "bfloat16", "trust_remote_code": True, "attn_implementation": "sdpa", "quantization_config": {}}
+    args = settings(model_init_kwargs=given)
+    judge = Judge(str(tmp_path / "judge"), None, args, torch.device("cpu"))
+    assert (judge.model.dtype, judge.settings.trust_remote_code) == (torch.bfloat16, True)
+    for name in ("attn_implementation", "quantization_config"):
+        assert f"model_init_kwargs {name} is not handed on to the reward model" in caplog.text
+
+
+def test_what_is_wrong_with_a_reward_model_is_told_in_trl_s_words(tiny_folder, settings, tmp_path):
+    folder, args = tmp_path / "judge", (settings(), torch.device("cpu"))
+    tokenizer = write_judge(tiny_folder, folder)
+    few = LlamaForSequenceClassification(LlamaConfig.from_pretrained(folder, vocab_size=100, pad_token_id=None))
+    with pytest.raises(RewardError, match="models of another kind: take another reward model"):
+        Judge(few, tokenizer, *args)(["a b"], ["c"])
+    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
+    turns = [{"role": role, "content": "?"} for role in ("system", "user", "assistant")]
+    with pytest.raises(RewardError, match="pass in reward_processing_classes a tokenizer whose chat_template takes them"):
+        Judge(AutoModelForSequenceClassification.from_pretrained(folder), tokenizer, *args)([turns[:2]], [turns[2:]])
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = {"model_type": "remote", "auto_map": {"AutoConfig": "c.Config", "AutoModelForSequenceClassification": "m.Model"}}
+    (folder / "config.json").write_text(json.dumps(config | own), encoding="utf-8")
+    for name in ("c", "m"):
+        (folder / f"{name}.py").write_text("raise SystemExit('it ran')\n", encoding="utf-8")
+    with pytest.raises(ModelError, match="set trust_remote_code=True in GRPOConfig"):
+        Judge(str(folder), None, *args)
 
 
 def test_callbacks_see_the_run_and_can_end_it(tiny_folder, prompts, letters, settings):
@@ -1281,7 +1330,7 @@ def test_what_is_not_there_says_so(tiny_folder, prompts, letters, settings, monk
 
 def test_without_arguments_the_folder_has_the_model_s_name(tiny_folder, prompts, letters, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "wide"))  # whose context has room for TRL's 256 tokens of completion
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "wide"))  # whose context has room for TRL's 512 tokens of completion
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}), encoding="utf-8")
     trainer = GRPOTrainer(str(folder), letters, train_dataset=prompts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from groupwise.algorithm import AdvantageInputs, FunctionScores, Objective
 from groupwise.config.rewards import RewardFunctionConfig
 from groupwise.episodes.formats import CallFormat
-from groupwise.errors import ConfigError, RewardError
+from groupwise.errors import ConfigError, ModelError, RewardError
 from groupwise.metrics import Metric
 from groupwise.models.reward_model import RewardModel, unwrapped
 from groupwise.rewards.calling import Batch, Call, RewardArguments, RewardCaller, own_copy, plan_calls, require_columns
@@ -32,6 +33,32 @@ RewardFunction = str | PreTrainedModel | Callable[..., object]
 """A reward model by its name, or as it is loaded, or a function."""
 Scores = list[float | None]
 logger = logging.getLogger("groupwise")
+_WORDS = (
+    (
+        "add rewards.functions[N].model.trust_remote_code=true to the command, with the reward's number for N",
+        "set trust_remote_code=True in GRPOConfig",
+    ),
+    ("set its label to the one to score, or name", "name"),
+    ("give it as RewardModel(model, tokenizer)", "pass it in reward_processing_classes"),
+    ("set rewards.on_error to skip, or take", "take"),
+    (
+        "set its show_system_prompt: false, or form: text",
+        "pass in reward_processing_classes a tokenizer whose chat_template takes them, or leave such turns out",
+    ),
+)
+"""What the core's sentences about reward models advise, and what can be done here."""
+
+
+@contextmanager
+def _in_trl_s_words() -> Iterator[None]:
+    try:
+        yield
+    except (ModelError, RewardError) as error:
+        said = str(error)
+        for own, theirs in _WORDS:
+            said = said.replace(own, theirs)
+        error.args = (said,)
+        raise
 
 
 class Judge(RewardModel):
@@ -39,20 +66,39 @@ class Judge(RewardModel):
     no special tokens but the template's; the score is read off the last token that is not the tokenizer's padding."""
 
     def __init__(self, model: Any, tokenizer: Any, args: GRPOConfig, device: torch.device) -> None:
-        settings = {"form": "as_prompt", "special_tokens": False, "template_arguments": args.chat_template_kwargs or {},
-                    "device": str(device), "trust_remote_code": args.trust_remote_code}  # fmt: skip
-        if isinstance(model, str):
-            settings["revision"] = (args.model_init_kwargs or {}).get("revision")
-        super().__init__(model, tokenizer, **settings)
+        given = (args.model_init_kwargs or {}) if isinstance(model, str) else {}
+        for name in ("attn_implementation", "quantization_config"):
+            if given.get(name) is not None and args.process_index == 0:
+                logger.warning(
+                    "model_init_kwargs %s is not handed on to the reward model %s: load it yourself and pass it as an object",
+                    name, model,
+                )  # fmt: skip
+        settings = {
+            "form": "as_prompt", "special_tokens": False, "template_arguments": args.chat_template_kwargs or {},
+            "device": str(device), "dtype": str(given.get("dtype", given.get("torch_dtype")) or "auto").removeprefix("torch."),
+            "revision": given.get("revision"),
+            "trust_remote_code": bool(given.get("trust_remote_code", args.trust_remote_code)),
+        }  # fmt: skip
+        self._told_of_long = False
+        with _in_trl_s_words():
+            super().__init__(model, tokenizer, **settings)
+            loaded: Any = self.model
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        loaded: Any = self.model
         loaded.to(device).eval()
         loaded.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: object) -> list[float]:
         """One score for each pair."""
-        scores = super().__call__(prompts, completions)
+        with _in_trl_s_words():
+            scores = super().__call__(prompts, completions)
+        if (cut := sum(self._long)) and not self._told_of_long:
+            self._told_of_long = True
+            logger.warning(
+                "%d of %d texts lost their beginning, since the reward model %s takes %d tokens, and TRL gives it whole texts: "
+                "lower max_completion_length, shorten the prompts, or take another reward model; later ones are not told",
+                cut, len(self._long), self.settings.name, self.max_input_tokens,
+            )  # fmt: skip
         self.take_metrics()  # what TRL logs is the scores alone
         return scores
 
