@@ -328,6 +328,22 @@ def test_what_is_wrong_with_a_reward_model_is_told_in_trl_s_words(tiny_folder, s
         Judge(str(folder), None, *args)
 
 
+def test_callbacks_get_loaders_and_hear_of_each_batch_of_an_evaluation(tiny_folder, prompts, letters, settings):
+    heard = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            heard.append(len(train_dataloader))
+
+        def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+            heard.append(len(eval_dataloader))
+
+    args = settings(eval_strategy="steps", eval_steps=2)
+    few = prompts.select(range(5))
+    GRPOTrainer(str(tiny_folder), letters, args, prompts, eval_dataset=few, callbacks=[Watch]).train()
+    assert heard == [6, 3, 3, 3], "batches of 2 prompts"
+
+
 def test_callbacks_see_the_run_and_can_end_it(tiny_folder, prompts, letters, settings):
     events = []
 
@@ -1034,6 +1050,18 @@ def test_completions_are_written_where_that_is_asked_for(tiny_folder, chats, let
     assert len(rows) == 8
     assert set(rows[0]) == {"step", "prompt", "completion", "letters", "advantage"}
     assert "Step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 8), (9, 8), (3, 3), (0, 0), (-1, 0)])
+def test_as_many_completions_are_printed_as_in_trl_drawn_at_random(settings, capsys, limit, count):
+    log, printed = CompletionLog(settings(log_completions=True, num_completions_to_print=limit), True), []
+    log.columns = {"prompt": [f"row {i}" for i in range(8)]}
+    for step in range(3):
+        log.write(step)
+        out = capsys.readouterr().out
+        printed.append(tuple(i for i in range(8) if f"row {i}" in out))
+    assert [len(rows) for rows in printed] == [count] * 3
+    assert len(set(printed)) == (3 if count == 3 else 1)
 
 
 def test_completions_go_where_output_dir_says_when_they_are_written(tiny_folder, prompts, letters, settings, tmp_path):

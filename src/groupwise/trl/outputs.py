@@ -6,9 +6,11 @@ import functools
 import json
 import logging
 import math
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -174,10 +176,16 @@ class CompletionLog:
         self._print(step)
 
     def _print(self, step: int) -> None:
+        """As many as ``num_completions_to_print`` says, at random as in TRL, by a generator that nothing else shares."""
+        rows = list(zip(*self.columns.values(), strict=True))
+        if self.limit is not None and self.limit < len(rows):
+            if self.limit <= 0:
+                return
+            rows = random.Random(step).sample(rows, self.limit)
         table = Table(title=f"Step {step}", show_lines=True)
         for name in self.columns:
             table.add_column(name)
-        for row in list(zip(*self.columns.values(), strict=True))[: self.limit]:
+        for row in rows:
             table.add_row(*(Text(_shown(value)) for value in row))
         Console(width=own_width()).print(table)
 
@@ -211,6 +219,21 @@ def for_all(method: Callable[P, T]) -> Callable[P, T]:
             trainer._inside = False
 
     return inside
+
+
+@dataclass(frozen=True)
+class _Repeated(Sampler[int]):
+    """The rows of each of ``parts``, ``times`` times each, all of it ``passes`` times over. A list of them would be long."""
+
+    parts: Sequence[Sequence[int]]
+    passes: int
+    times: int
+
+    def __iter__(self) -> Iterator[int]:
+        return (i for part in self.parts for _ in range(self.passes) for i in part for _ in range(self.times))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts)) * self.passes * self.times
 
 
 class Outputs:
@@ -370,24 +393,24 @@ class Outputs:
         return float(self.entropy.coef)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The first epoch's rows in TRL's order, each ``num_generations`` times: to look at. Training reads the prompts itself."""
+        """The first epoch's rows in TRL's order, each ``num_generations`` times, for callbacks and to look at. Training reads the
+        prompts itself."""
         args, size = self.args, self.args.generation_batch_size // self.args.num_generations
         sampler = None
         if hasattr(self.train_dataset, "__len__"):
             order = epoch_order(len(self.train_dataset), args.seed, args.shuffle_dataset, 0)
-            passes = args.num_iterations * args.steps_per_generation
             parts = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
-            sampler = [i for part in parts for _ in range(passes) for i in part for _ in range(args.num_generations)]
+            sampler = _Repeated(parts, args.num_iterations * args.steps_per_generation, args.num_generations)
         return self._loader(self.train_dataset, sampler, args.generation_batch_size)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """The rows of evaluation, each as often as it is answered: to look at."""
+        """The rows of evaluation, each as often as it is answered, for callbacks and to look at. Batches are of all processes."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         times = self.args.num_generations_eval or self.args.num_generations
-        sampler = [i for i in range(len(dataset)) for _ in range(times)] if hasattr(dataset, "__len__") else None
-        return self._loader(dataset, sampler, self.args.per_device_eval_batch_size)
+        sampler = _Repeated([range(len(dataset))], 1, times) if hasattr(dataset, "__len__") else None
+        return self._loader(dataset, sampler, self.args.per_device_eval_batch_size * self.args.world_size)
 
-    def _loader(self, dataset: Any, sampler: list[int] | None, batch_size: int) -> DataLoader[Any]:
+    def _loader(self, dataset: Any, sampler: _Repeated | None, batch_size: int) -> DataLoader[Any]:
         workers = self.args.dataloader_num_workers if sampler is not None else 0  # several would take turns at a stream
         return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=list, num_workers=workers)
 

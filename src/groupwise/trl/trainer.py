@@ -290,6 +290,7 @@ class GRPOTrainer(Outputs):
         updates = self.schedule.total_updates(self.args.max_steps, self.args.num_train_epochs)
         checkpoint = self.world.on_rank0(lambda: checkpoints.find(Path(self.args.output_dir), resume_from_checkpoint))
         self._begin(checkpoint, updates)
+        self.callback_handler.train_dataloader = self.get_train_dataloader()
         if checkpoint is not None and self.state.global_step >= updates:
             return self._finished_before(checkpoint)
         started, done_before = time.time(), self.state.global_step
@@ -608,6 +609,7 @@ class GRPOTrainer(Outputs):
         size = self.args.num_generations_eval or self.args.num_generations
         per_batch = max(1, self.args.per_device_eval_batch_size * self.world.size // size)
         numbers: dict[str, list[float]] = defaultdict(list)
+        self.callback_handler.eval_dataloader = self.get_eval_dataloader(dataset)
         for start in range(0, len(prompts), per_batch):
             part = [prompts[i] for i in range(start, min(start + per_batch, len(prompts)))]
             found_in_part: dict[str, list[float]] = defaultdict(list)
@@ -615,6 +617,7 @@ class GRPOTrainer(Outputs):
             found_in_part["loss"].append(self._loss_of(generation, found_in_part))
             for name, values in found_in_part.items():
                 numbers[name] += values * len(part)  # the last batch may have fewer prompts, and counts for less
+            self.control = self._event("on_prediction_step")
         metrics = drain(numbers, f"{metric_key_prefix}_")
         rows = len(prompts)  # which transformers counts, though each is answered several times
         batches = math.ceil(rows / (self.args.per_device_eval_batch_size * self.world.size))
