@@ -237,7 +237,7 @@ def _one_card() -> str:
         f"A public write-up of TRL (February 2025) gives **{seconds // 3600} hours for {steps:,} steps** of 4 problems x 4 completions,",
         f"{seconds / steps:.1f} s a step. It does not say the model (a vocabulary of 151,936 is that of Qwen2.5's smaller three), how long",
         "prompts and completions were, or the sampler, precision and recomputation. **Our estimates** are of groupwise, not TRL, with",
-        "every completion at 256 tokens, TRL's default limit:",
+        "every completion at 256 tokens, TRL's default limit at that time (1.16: 512):",
         f"`{words} model.name=...`.",
         "Nothing was fitted. How much of the ratio is the program, the setting or an error of the plan cannot be told.",
         "",
