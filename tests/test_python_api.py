@@ -46,7 +46,7 @@ def test_on_windows_python_says_what_the_command_says(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "win32")
         for name in ("plan", "RewardModel"):
-            with pytest.raises(ConfigError, match="^Windows is not supported: run it in WSL"):
+            with pytest.raises(ConfigError, match=r"^Windows is not supported: run it in WSL"):
                 getattr(groupwise, name)
         assert groupwise.load_config("quickstart").training.steps
 

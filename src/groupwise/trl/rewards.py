@@ -92,12 +92,12 @@ class Judge(RewardModel):
         """One score for each pair."""
         with _in_trl_s_words():
             scores = super().__call__(prompts, completions)
-        if (cut := sum(self._long)) and not self._told_of_long:
+        if self._long.total and not self._told_of_long:
             self._told_of_long = True
             logger.warning(
                 "%d of %d texts lost their beginning, since the reward model %s takes %d tokens, and TRL gives it whole texts: "
                 "lower max_completion_length, shorten the prompts, or take another reward model; later ones are not told",
-                cut, len(self._long), self.settings.name, self.max_input_tokens,
+                self._long.total, self._long.count, self.settings.name, self.max_input_tokens,
             )  # fmt: skip
         self.take_metrics()  # what TRL logs is the scores alone
         return scores
