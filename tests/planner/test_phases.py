@@ -99,6 +99,12 @@ def test_the_base_beneath_an_adapter_is_brought_together_for_the_final_model_alo
     for one, what in ((made, "the whole base"), (alone, "the adapter alone")):
         noted = make_plan(one.config, HARDWARE["a100-80gb"], world_size=2).assumptions
         assert [what in note for note in noted if "for the final model" in note] == [True]
+    by_vllm = [LORA, "training.sharding=fsdp2", "output.adapter_only=true", "rollout.engine=vllm", "rollout.vllm.url=http://a:1"]
+    for background in ("true", "false"):
+        pushed = setup(*by_vllm, f"output.checkpoint_in_background={background}", device="cuda", processes=2)
+        assert gathered_bytes(pushed) == pushed.weights + 4 * pushed.trained, "vLLM is sent the base"
+    noted = make_plan(pushed.config, HARDWARE["a100-80gb"], world_size=2).assumptions
+    assert ["the whole base" in note for note in noted if "for vLLM and the final model" in note] == [True]
 
 
 def test_loading_takes_the_weights_and_one_layer_or_the_embedding_twice():

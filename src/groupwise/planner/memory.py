@@ -307,12 +307,13 @@ def disk_bytes(setup: Setup) -> tuple[int, int]:
 
 def gathered_bytes(setup: Setup) -> int:
     """Bytes of the machine's own memory in which the first process brings a divided run together: what a checkpoint holds, or the base
-    beneath an adapter, which the final model alone does. On GPUs also the weights that are collected for vLLM while a checkpoint is
-    being written."""
+    beneath an adapter, which the final model alone does. On GPUs also the weights that are collected for vLLM, while a checkpoint
+    is being written or where the base is brought together for nothing else."""
     if not (divided(setup, "weights") or divided(setup, "optimiser")):
         return 0
-    beside = setup.device == "cuda" and setup.config.output.checkpoint_in_background
-    pushed = setup.weights if setup.by_vllm and beside else 0
+    output = setup.config.output
+    counted = setup.device == "cuda" and (output.checkpoint_in_background or output.adapter_only)
+    pushed = setup.weights if setup.by_vllm and counted else 0
     checkpoint, model = disk_bytes(setup)
     return (model if setup.adapted else checkpoint) + pushed
 

@@ -169,8 +169,9 @@ def _of_several(setup: Setup, hardware: Hardware) -> list[str]:
             else f"at the start the first process reads the whole model into its machine's own memory, {each:.1f} GiB, and hands it out"
         )
     if setup.device == "cuda" and (gathered := gathered_bytes(setup)):
-        when = "for the final model" if setup.adapted else "for a checkpoint, that of a run that is stopped too,"
-        of_adapter = "the adapter alone" if setup.config.output.adapter_only else "the whole base"
+        of_model = "for vLLM and the final model" if setup.by_vllm else "for the final model"
+        when = of_model if setup.adapted else "for a checkpoint, that of a run that is stopped too,"
+        of_adapter = "the adapter alone" if setup.config.output.adapter_only and not setup.by_vllm else "the whole base"
         what = of_adapter if setup.adapted else "the whole state"
         notes.append(f"{when} the first process brings {what} together in its machine's own memory: {gathered / 2**30:.1f} GiB")
     if setup.world_size > setup.gpus_per_node:

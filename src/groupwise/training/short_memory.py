@@ -225,8 +225,8 @@ def _checkpoints(config: Config) -> int:
 
 def checkpoint_note(config: Config, device: torch.device, processes: int | None = None) -> str | None:
     """A sentence where divided weights are on GPUs, and this machine, the first process's, has no memory to bring them together for a
-    checkpoint, or beneath an adapter for the final model. On CPUs that is one of the phases that ``memory_shortage`` goes by. Arguments
-    as there."""
+    checkpoint, or beneath an adapter for the final model and vLLM. On CPUs that is one of the phases that ``memory_shortage`` goes
+    by. Arguments as there."""
     setup = planned(config, device, processes=processes)
     if setup is None or setup.device == "cpu" or not (setup.adapted or _checkpoints(config)):
         return None
@@ -236,6 +236,8 @@ def checkpoint_note(config: Config, device: torch.device, processes: int | None 
     what, remedy = "a checkpoint", "train an adapter (model.lora), or write none by output.checkpoint_every=0"
     if setup.adapted:
         what, remedy = "the final model", "or set output.adapter_only"
+        if setup.by_vllm:  # which is sent the base, whatever is saved
+            what, remedy = "vLLM and the final model", "or sample with rollout.engine=auto"
     return (
         f"for {what} the first process will bring {needed / _GIB:.1f} GiB together in the machine's own memory, and "
         f"{free / _GIB:.1f} GiB are free there: take a machine with more, {remedy}"

@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from groupwise.config import load_config
 from groupwise.engines.base import SamplingSettings
 from groupwise.engines.vllm.backend import _Adapters, _Load
+from groupwise.engines.vllm.client import Client
+from groupwise.engines.vllm.engine import VllmEngine
 from groupwise.engines.vllm.pushing import adapter_alone, named_weights
 from groupwise.engines.vllm.transfer import Adapter
 from groupwise.models.adapters import AdapterScorer, attach, base_module, peft_config_of
+from groupwise.models.load import Policy
 from groupwise.models.merging import is_adapted_layer, merged_weight
 from tests.engines.with_vllm.test_worker import Recorder
 
@@ -73,6 +76,16 @@ def test_the_probe_scores_without_the_dropout_of_learning(serve, engine_over, ti
     engine.refresh(1)
     assert engine._push_s > 0
     assert engine._probed < 1e-3
+
+
+def test_the_whole_policy_is_collected_for_the_server_where_the_adapter_alone_is_saved(serve, tiny_llama, adapted, tokenizer):
+    policy = Policy(adapted(), tokenizer, (2, 5), context_length=256, name="some/model", adapter_only=True)
+    collected = []
+    engine = VllmEngine(policy, Client(serve(tiny_llama()).url), collect=lambda asked: collected.append(asked) or asked)
+    assert [asked.adapter_only for asked in collected] == [False]
+    assert not engine.divided, "a server that was restarted can be sent it again"
+    assert policy.adapter_only, "what is saved is the run's own affair"
+    engine.close()
 
 
 def test_the_base_goes_once_and_then_the_factors_alone(serve, engine_over, tiny_llama, adapted, make_prompts, shifted, scored):

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,8 @@ class VllmEngine(Engine):
         Raises ConfigError where the weights cannot be pushed, TrainingError where the server does not take them.
         """
         check_pushable(policy.model, policy.name)
-        self.policy, self.link, self.world = policy, link, world or World()
+        # What is sent is whole, whatever is saved.
+        self.policy, self.link, self.world = replace(policy, adapter_only=False), link, world or World()
         self.bucket_bytes, self.patience_s, self.collect, self.frozen = bucket_bytes, patience_s, collect, frozen
         # vLLM refuses those that the model cannot sample.
         self.end_token_ids = frozenset(token for token in policy.end_token_ids if token < self._vocabulary)
