@@ -206,22 +206,30 @@ def _accuracy(groups: Sequence[Group], style: AnswerStyle) -> dict[str, Metric]:
 
 Pairs = list[tuple[int, tuple[Completion, ...]]]
 """Places in the step's prompts, which all processes have and which therefore do not travel, and the completions of each."""
+Travelling = tuple[list[tuple[int, Group]], list[RewardFailure], dict[str, Metric]]
+"""What travels of a scoring: places and groups, which leave their prompts behind; failures; metrics."""
 
 
 def _exchange(
     world: World, prompts: Sequence[Prompt], sampled: Sampled, rewards: RewardSuite, scored: Callable[[Pairs], Scoring]
 ) -> Rollout:
     """The whole step, from what each process sampled; each scores its own, unless the rewards look beyond single groups."""
-    started = time.perf_counter()
+
+    def timed(pairs: Pairs) -> tuple[Travelling, float]:
+        started = time.perf_counter()  # without the wait for those that still sample
+        part = _without_prompts(prompts, pairs, scored(pairs))
+        return part, time.perf_counter() - started
+
     if rewards.by_one:
         everything = sorted((pair for part in world.all_gather_object(sampled.pairs) for pair in part), key=lambda pair: pair[0])
-        by_first = world.on_rank0(lambda: (_without_prompts(prompts, everything, scored(everything)), rewards.state_dict()))
+        (part, scoring_s), state = world.on_rank0(lambda: (timed(everything), rewards.state_dict()))
         if not world.is_first:  # whose own statistics also know what this step is divided by
-            rewards.load_state_dict(by_first[1])
-        parts = [by_first[0]]
+            rewards.load_state_dict(state)
+        parts = [part]
     else:
-        parts = world.all_gather_object(_without_prompts(prompts, sampled.pairs, scored(sampled.pairs)))
-    costs = world.all_gather_object((sampled.seconds, time.perf_counter() - started, sampled.tokens))
+        part, scoring_s = timed(sampled.pairs)
+        parts = world.all_gather_object(part)
+    costs = world.all_gather_object((sampled.seconds, scoring_s, sampled.tokens))
     rows = sorted((row for part in parts for row in part[0]), key=lambda row: row[0])
     return Rollout(
         [replace(group, prompt=prompts[index]) for index, group in rows],
@@ -236,10 +244,7 @@ def _exchange(
 _NO_PROMPT = Prompt(Problem("", "", ""), "", ())
 
 
-def _without_prompts(
-    prompts: Sequence[Prompt], pairs: Pairs, scoring: Scoring
-) -> tuple[list[tuple[int, Group]], list[RewardFailure], dict[str, Metric]]:
-    """What travels of a scoring: places and groups, which leave their prompts behind; failures; metrics."""
+def _without_prompts(prompts: Sequence[Prompt], pairs: Pairs, scoring: Scoring) -> Travelling:
     places, rows = iter(pairs), []
     for group in scoring.groups:  # in the order of ``pairs``, without those that failed
         index = next(i for i, _ in places if prompts[i] is group.prompt)

@@ -16,6 +16,7 @@ from groupwise import rollout
 from groupwise.distributed import World
 from groupwise.distributed import world as world_module
 from groupwise.distributed.failures import Failure, LostTouch
+from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.episodes import worked_episode
 from groupwise.errors import CheckpointError, ConfigError, RankError, RewardError, TrainingError
 from groupwise.metrics import Max, Mean, Sum
@@ -150,6 +151,23 @@ def test_rewards_with_statistics_and_a_view_of_the_step_see_the_whole_step(train
         config = small_config(rewards={"functions": [{"function": "letters"}], **rewards}, training={"steps": 3})
         name = rewards["normalise"]
         assert_same_run(train_in(1, f"one {name}", config), train_in(3, f"three {name}", config))
+
+
+@pytest.mark.parametrize("normalise", ["none", "mean_std"])
+def test_scoring_takes_no_longer_where_one_process_samples_longer(train_in, small_config, monkeypatch, normalise):
+    """With ``mean_std`` the first process scores everything."""
+    serve = BuiltinEngine.serve
+
+    def late(engine, *args, **kwargs):
+        if threading.current_thread().name == "process 1 of 2":
+            time.sleep(1.0)
+        return serve(engine, *args, **kwargs)
+
+    monkeypatch.setattr(BuiltinEngine, "serve", late)
+    config = small_config(rewards={"functions": [{"function": "letters"}], "normalise": normalise}, training={"steps": 1})
+    ((step,), _) = train_in(2, "two", config)
+    assert step.metrics["time/sample_s"] >= 1.0
+    assert step.metrics["time/score_s"] < 0.5
 
 
 def test_the_same_evaluations_and_only_one_process_writes(train_in, small_config):
