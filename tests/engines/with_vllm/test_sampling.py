@@ -202,6 +202,22 @@ def test_processes_sample_their_own_share_and_only_one_pushes(serve, tiny_llama,
     assert server.backend.loads == loads + 2
 
 
+def test_processes_that_name_different_servers_are_told(serve, tiny_llama, tokenizer, in_threads):
+    from groupwise.engines.vllm.client import Client
+    from groupwise.engines.vllm.engine import VllmEngine
+    from groupwise.models.load import Policy
+
+    servers, replicas = [serve(tiny_llama()), serve(tiny_llama())], [tiny_llama(), tiny_llama()]
+
+    def work(world):
+        policy = Policy(replicas[world.rank], tokenizer, (2, 5), context_length=256, name="some/model")
+        VllmEngine(policy, Client(servers[world.rank].url), world)
+
+    with pytest.raises(ConfigError, match="leads the processes to different servers"):
+        in_threads(2, work)
+    assert [server.backend.loads for server in servers] == [0, 0]
+
+
 def test_the_mismatch_is_corrected_for_unless_something_else_is_said():
     assert Config(rollout={"engine": "vllm"}).algorithm.correction == CorrectionConfig()
     assert Config(rollout={"engine": "vllm"}, algorithm={"correction": None}).algorithm.correction is None

@@ -106,11 +106,24 @@ class VllmEngine(Engine):
         self._pusher = threading.get_ident()
         self._let_go: Callable[[], None] = lambda: None
         try:
+            self._refuse_several_servers()
             self.refresh(0)
             self._sleeps = self.world.on_rank0(self._may_sleep)
         except BaseException:
             self.close()  # nobody else will: the server would stay this process's
             raise
+
+    def _refuse_several_servers(self) -> None:
+        """Raise ConfigError in all processes where they have not one server. A collective call."""
+        if self.world.size == 1:
+            return
+        start = None
+        with suppress(Unreachable, Refused):  # the push waits for it, or says why
+            start = self.link.hello().get("start")
+        if len({other for other in self.world.all_gather_object(start) if other is not None}) > 1:
+            raise ConfigError(
+                "rollout.vllm.url leads the processes to different servers, but a run samples from one: name the same for all"
+            )
 
     @property
     def weights(self) -> str:
