@@ -10,11 +10,13 @@ from torch import nn
 
 from groupwise.config import build_config
 from groupwise.config.schema import OptimizerConfig
+from groupwise.distributed import World
 from groupwise.errors import ConfigError
 from groupwise.training import optimizer as optimizers
 from groupwise.training.loop import train
 from groupwise.training.optimizer import LossScale, MasterAdamW, round_stochastically_
 from groupwise.training.seeds import seed_noise
+from groupwise.training.sharding.fsdp2 import ShardedAdamW
 
 
 def optimizer_over(weight, **settings):
@@ -334,6 +336,24 @@ def test_the_run_s_seed_names_the_bits_of_stochastic_rounding():
         found[name] = parameter.detach().clone()
     assert torch.equal(found["one"], found["again"])
     assert all(not torch.equal(found["one"], found[name]) for name in ("other", "later", "critic"))
+
+
+def test_each_process_rounds_its_rows_by_bits_of_its_own():
+    """Where FSDP2 divides a tensor; the first one's are those of a single process."""
+    settings = OptimizerConfig(learning_rate=1e-4, precision="stochastic", max_grad_norm=None)
+    start = torch.linspace(-1, 1, 400, dtype=torch.bfloat16)
+    alone, *divided = rows = [nn.Parameter(start.clone()) for _ in range(3)]
+    optimizers = [MasterAdamW([("weight", alone)], settings)]
+    optimizers += [ShardedAdamW([("weight", p)], settings, torch.bfloat16, World(rank)) for rank, p in enumerate(divided)]
+    seed_noise(optimizers, 0, 5)
+    for parameter, optimizer in zip(rows, optimizers, strict=True):
+        parameter.sum().backward()
+        if isinstance(optimizer, ShardedAdamW):
+            optimizer.collect()
+        optimizer.step(1e-4)
+    assert not torch.equal(alone, start)
+    assert torch.equal(divided[0], alone)
+    assert not torch.equal(divided[1], alone)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -283,6 +283,10 @@ class ShardedAdamW(MasterAdamW):
         rows = [(name, nn.Parameter(local(p))) for name, p in parameters if p.requires_grad]
         super().__init__(rows, config, half=dtype == torch.float16)
 
+    def seed_noise(self, seed: int) -> None:
+        """A seed for each process: rows of one tensor are not to be rounded by the same bits."""
+        super().seed_noise(seed + self.world.rank)
+
     @torch.no_grad()
     def collect(self) -> None:
         """Collect the gradients of a backward pass. FSDP2 adds gradients up itself, in the rows' dtype; in fp32 it is done here where that
