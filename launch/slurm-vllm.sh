@@ -56,7 +56,7 @@ export GROUPWISE_SECRET=${GROUPWISE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 count=$((${#nodes[@]} - 1))
 srun --nodes="$count" --ntasks=$((count * SLURM_NTASKS_PER_NODE)) --ntasks-per-node="$SLURM_NTASKS_PER_NODE" --nodelist="$trainers" \
-    --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpu-bind=none --kill-on-bad-exit=0 --wait=120 \
+    --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpu-bind=none --kill-on-bad-exit=0 --wait=1800 \
     bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
              exec python -m groupwise train "$@"' process \
     "$@" rollout.engine=vllm "rollout.vllm.url=$url" --run-folder "$run_folder" --resume &

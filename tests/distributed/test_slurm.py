@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from groupwise.config.schema import Config
 from tests.distributed.slurm_stand_in import directives, submit
 from tests.distributed.two_processes import rows
 from tests.waiting import free_port
@@ -142,6 +143,12 @@ def test_a_job_that_is_put_back_into_the_queue_keeps_its_log():
     options = directives(LAUNCH / "slurm.sh")
     assert "requeue" in options
     assert options["open-mode"] == "append"
+
+
+@pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_processes_have_as_long_to_end_as_they_wait_for_each_other(script):
+    """One that writes a checkpoint is not killed because another has failed."""
+    assert re.findall(r"--wait=(\d+)", script.read_text()) == [f"{Config().training.process_timeout_s:.0f}"]
 
 
 @pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
