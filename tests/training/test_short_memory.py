@@ -19,6 +19,7 @@ from groupwise.memory import available_memory_bytes, total_memory_bytes
 from groupwise.planner import peak_phase, phases
 from groupwise.planner.memory import beside_state, disk_bytes, evaluation, passes
 from groupwise.training import microbatches, short_memory
+from groupwise.training import setup as setup_module
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 
@@ -181,6 +182,28 @@ def test_a_machine_that_cannot_bring_a_checkpoint_together_is_named_before_the_r
     assert beneath.startswith("for the final model the first process will bring 14.")
     assert beneath.endswith("or set output.adapter_only")
     assert note("model.lora.rank=16", "output.adapter_only=true") is None
+    pushed = note("model.lora.rank=16", "output.adapter_only=true", "rollout.engine=vllm", "rollout.vllm.url=http://a:1")
+    assert pushed is not None, "vLLM is sent the base all the same"
+    assert pushed.endswith("or sample with rollout.engine=auto")
+
+
+@pytest.mark.parametrize(
+    ("launched", "said"),
+    [
+        ({}, "3 are used: --num-processes 8 takes all of them."),
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "8"}, None),
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "1"}, "one is used: torchrun's --nproc-per-node, "),
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "3", "GROUPWISE_LAUNCHER": "1"}, "3 are used: --num-processes 8 "),
+    ],
+    ids=["a check", "two machines", "idle", "own launcher"],
+)
+def test_gpus_are_idle_that_no_process_of_their_machine_has(small_config, monkeypatch, launched, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(setup_module, "resolve_device", torch.device)
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    note = setup_module._note_on_idle_gpus(small_config(model={"device": "cuda"}), 16 if "RANK" in launched else 3)
+    assert note is None if said is None else said in note
 
 
 def test_processes_of_one_machine_share_its_memory(small_config, monkeypatch):
@@ -416,6 +439,10 @@ def test_a_final_model_that_the_disk_cannot_hold_is_refused_before_the_run(small
     ):
         train(config, rewards=letters, console=quiet, run_folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    assert asked == [tmp_path / "run"]
+    with monkeypatch.context() as other:
+        other.setenv("RANK", "1")  # which writes nothing, and whose disk may be another
+        prepare(config, letters, folder=tmp_path / "run").rewards.close()
     assert asked == [tmp_path / "run"]
     (tmp_path / "run" / "final_model").mkdir(parents=True)
     assert "MiB are free" in short_memory.disk_note(config, tmp_path / "run"), (

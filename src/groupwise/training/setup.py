@@ -6,6 +6,7 @@ Training starts from it, and ``groupwise train --dry-run`` is it.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from groupwise.data.prompts import (
 )
 from groupwise.data.sources import ProblemSet, has_answers, load_problems
 from groupwise.distributed import is_first_process, world_size
+from groupwise.distributed.launch import LAUNCHER
 from groupwise.engines import check_engine, check_quantization
 from groupwise.engines.base import text_of
 from groupwise.engines.vllm.engine import check_vllm
@@ -252,7 +254,7 @@ def _notes(
         note_on_date(tokenizer, config.prompt),
         f"{short.sentence}: {short.remedy}" if short is not None else None,
         checkpoint_note(config, resolve_device(config.model.device), processes),
-        disk_note(config, folder or Path(config.output.folder or RUNS)),
+        disk_note(config, folder or Path(config.output.folder or "runs")) if is_first_process() else None,  # it alone writes
     ]
     of_settings = notes(config, prepared=is_prepared(config.data.source))
     said = [*of_settings, *suite.notes(), *note_on_processes(config, processes), *dropped]
@@ -295,10 +297,14 @@ def _note_on_experts(config: Config) -> str | None:
 
 def _note_on_idle_gpus(config: Config, processes: int) -> str | None:
     gpus = torch.cuda.device_count() if resolve_device(config.model.device).type == "cuda" else 0
-    if gpus <= processes or config.rollout.engine == "vllm" or config.model.device.startswith("cuda:"):
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    if gpus <= here or config.rollout.engine == "vllm" or config.model.device.startswith("cuda:"):
         return None
-    using = "one is" if processes == 1 else f"{processes} are"
-    return f"this machine has {gpus} GPUs, and {using} used: --num-processes {gpus} takes all of them."
+    using = "one is" if here == 1 else f"{here} are"
+    takes = f"--num-processes {gpus} takes all of them."
+    if "RANK" in os.environ and LAUNCHER not in os.environ:
+        takes = "torchrun's --nproc-per-node, --num_processes of accelerate launch or Slurm's --ntasks-per-node takes more."
+    return f"this machine has {gpus} GPUs, and {using} used: {takes}"
 
 
 def _note_on_unusable_gpu(config: Config) -> str | None:
