@@ -49,6 +49,20 @@ def test_a_used_run_folder_is_refused_before_anything_is_lost(groupwise, small, 
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize(("rank", "launched", "lines"), [("0", True, 1), ("1", True, 0), ("1", False, 1)])
+def test_one_process_of_several_tells_that_there_is_nothing_to_resume(
+    groupwise, small, tmp_path, monkeypatch, rank, launched, lines
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if launched:
+        monkeypatch.setenv("GROUPWISE_LAUNCHER", "1")
+    result = groupwise("train", "quickstart", *small, "--num-processes", "2", "--resume")
+    assert result.exit_code == 2
+    assert result.stderr.count("no run of quickstart was found") == lines
+
+
 def test_a_config_file_of_one_s_own_runs(groupwise, small, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text(yaml.safe_dump(load_config("quickstart", small).model_dump(mode="json")), encoding="utf-8")

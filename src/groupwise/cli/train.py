@@ -112,14 +112,15 @@ def train(
 
 def _newest(config: Config, recipe: str, shown: Console) -> Path | None:
     """The run to resume where no folder was named on the command line; None where the settings name it."""
-    from groupwise.distributed import is_first_process
+    from groupwise.distributed import is_first_process, told_once
     from groupwise.tracking.text import harmless
     from groupwise.training.resume import newest_run
 
     if config.output.folder is not None:
         return None
     others: list[str] = []
-    folder = newest_run(recipe, others.append)
+    with told_once():
+        folder = newest_run(recipe, others.append)
     for sentence in others if is_first_process() else ():
         shown.print(harmless(sentence, "yellow"), soft_wrap=True, highlight=False)
     return folder

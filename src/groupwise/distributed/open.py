@@ -26,12 +26,12 @@ from groupwise.distributed.failures import Board, Seal
 from groupwise.distributed.launch import LAUNCHER, SECRET, on_this_machine
 from groupwise.distributed.secret import handed_out, received, refuse_without_secret
 from groupwise.distributed.world import World
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["is_first_process", "join_world", "open_world", "together", "world_size"]
+__all__ = ["is_first_process", "join_world", "open_world", "together", "told_once", "world_size"]
 
 
 def world_size() -> int:
@@ -42,6 +42,16 @@ def world_size() -> int:
 def is_first_process() -> bool:
     """Whether this process is the one that shows and writes; also before there is a world."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """Around what fails alike in all processes of ``--num-processes``, before they have a world: the first one tells it."""
+    try:
+        yield
+    except GroupwiseError as error:
+        error.told = LAUNCHER in os.environ and not is_first_process()
+        raise
 
 
 @contextmanager
@@ -62,7 +72,8 @@ def join_world(on_cpu: bool, timeout_s: float) -> World:
         return World()
     if _joined is None:
         refuse_without_secret()
-        _check(on_cpu)
+        with told_once():
+            _check(on_cpu)
         _join(on_cpu, timeout_s)
     return _next_world(timeout_s)
 
