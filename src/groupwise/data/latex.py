@@ -463,7 +463,7 @@ def _both_signs(text: str) -> str:
     signed: list[str] = []
     for member in members:
         alone = SEVERAL_SIGNS.findall(member) == ["\\pm"] and "\\{" not in member and not RELATION.search(member)
-        signed += [member.replace("\\pm", sign) for sign in "+-"] if alone else [member]
+        signed += [SEVERAL_SIGNS.sub(sign, member) for sign in "+-"] if alone else [member]
     return text if len(signed) == len(members) else ", ".join(signed)
 
 

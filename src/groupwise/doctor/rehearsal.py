@@ -82,7 +82,8 @@ class Rehearsal:
     def _completion(self, text: str, sample: int, stopped: bool = True) -> Completion:
         """As an engine gives it: with its end token, unless it is cut. That of an episode is its one turn, and earned nothing."""
         tokenizer, rollout = self.prepared.tokenizer, self.prepared.config.rollout
-        ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], *[tokenizer.eos_token_id] * stopped)
+        end = [tokenizer.eos_token_id] if stopped and tokenizer.eos_token_id is not None else []
+        ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], *end)
         turns = (Turn("assistant", text, len(ids)),) if rollout.has_episodes else ()
         reward = None if rollout.environment is None else 0.0
         finish_reason: FinishReason = "stop" if stopped else "length"

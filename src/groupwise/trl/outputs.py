@@ -123,7 +123,7 @@ def words_about(
     if args.loss_type == "luspo" and args.importance_sampling_level == "token":
         yield "loss_type='luspo' is meant for importance_sampling_level='sequence'"
     if not isinstance(model, str) and (args.model_init_kwargs or quantization_config is not None):
-        yield "model_init_kwargs and quantization_config are for a model that is given by its name: this one is loaded already"
+        yield "model_init_kwargs and quantization_config are for models that are given by their names: the policy is loaded already"
 
 
 _WITHOUT: Mapping[str, Callable[[GRPOConfig], Any]] = {
