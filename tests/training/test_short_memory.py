@@ -19,7 +19,7 @@ from groupwise.memory import available_memory_bytes, total_memory_bytes
 from groupwise.planner import peak_phase, phases
 from groupwise.planner.memory import beside_state, disk_bytes, evaluation, passes
 from groupwise.training import microbatches, short_memory
-from groupwise.training import setup as setup_module
+from groupwise.training import setup as preparation
 from groupwise.training.loop import train
 from groupwise.training.setup import prepare
 
@@ -199,10 +199,10 @@ def test_a_machine_that_cannot_bring_a_checkpoint_together_is_named_before_the_r
 )
 def test_gpus_are_idle_that_no_process_of_their_machine_has(small_config, monkeypatch, launched, said):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(setup_module, "resolve_device", torch.device)
+    monkeypatch.setattr(preparation, "resolve_device", torch.device)
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    note = setup_module._note_on_idle_gpus(small_config(model={"device": "cuda"}), 16 if "RANK" in launched else 3)
+    note = preparation._note_on_idle_gpus(small_config(model={"device": "cuda"}), 16 if "RANK" in launched else 3)
     assert note is None if said is None else said in note
 
 
