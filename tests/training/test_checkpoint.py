@@ -154,12 +154,12 @@ def test_a_checkpoint_of_changed_settings_takes_the_place_of_the_earlier_run_s(s
     """Else a run that is stopped in its first step after --accept-changes could not be resumed with the settings it has."""
     run = begun(small_config(), letters, quiet, tmp_path / "a")
     files = []
-    for rate, data in ((1e-5, "a"), (1e-5, "a"), (2e-5, "a"), (2e-5, "b")):
-        made = take_snapshot(1, run.policy, run.learner, about={"config": {"rate": rate}, "data": data})
-        written = write_snapshot(tmp_path / "kept", made, keep=1)
-        assert (read_state(written)["config"], read_state(written)["data"]) == ({"rate": rate}, data)
+    for rate, data, rewards in ((1e-5, "a", []), (1e-5, "a", []), (2e-5, "a", []), (2e-5, "b", []), (2e-5, "b", ["letters"])):
+        about = {"config": {"rate": rate}, "data": data, "python_rewards": rewards}
+        written = write_snapshot(tmp_path / "kept", take_snapshot(1, run.policy, run.learner, about=about), keep=1)
+        assert read_state(written).items() >= about.items()
         files.append((written / "state.json").stat().st_mtime_ns)
-    assert files[0] == files[1] < files[2] < files[3]
+    assert files[0] == files[1] < files[2] < files[3] < files[4]
 
 
 def test_of_another_folder_s_checkpoint_no_resume_is_promised(small_config, letters, quiet, tmp_path):
@@ -240,6 +240,19 @@ def test_the_best_is_kept_by_what_later_checkpoints_know_of_it_too(small_config,
     assert save_with(3, scores={"step-2": 0.9}) == ["step-2", "step-3"]
     assert save_with(4, scores={"step-2": 0.9, "step-4": 0.5}) == ["step-2", "step-4"]
     assert save_with(5, scores={"step-2": 0.9, "step-4": 0.5, "step-5": 0.95}) == ["step-5"]
+
+
+def test_the_best_is_one_that_was_judged_as_the_newest_was(small_config, letters, quiet, tmp_path):
+    """A resumed run may evaluate otherwise."""
+    run, kept = begun(small_config(), letters, quiet, tmp_path / "run"), []
+    one, eight = {"samples": 1}, {"samples": 8}
+    scores = {"step-1": 0.9, "step-2": 0.5, "step-3": 0.4}
+    for step, by in ((1, [one]), (2, [one]), (3, [one, eight]), (4, [one, eight, eight])):
+        scored_by = {f"step-{number}": how for number, how in enumerate(by, 1)}
+        about = {"scores": {name: scores[name] for name in scored_by}, "scored_by": scored_by}
+        write_snapshot(tmp_path / "kept", take_snapshot(step, run.policy, run.learner, about=about), 1, keep_best=True)
+        kept.append(sorted(path.name for path in (tmp_path / "kept").iterdir()))
+    assert kept == [["step-1"], ["step-1", "step-2"], ["step-2", "step-3"], ["step-2", "step-4"]]
 
 
 def test_the_newest_whose_last_update_was_made_stays_beside_later_ones(small_config, letters, quiet, tmp_path):

@@ -110,7 +110,8 @@ def take_snapshot(
 ) -> Snapshot:
     """The state after ``step`` steps, as ``step-N``; with ``updates`` of the next one's made too, as ``step-N-update-K``.
 
-    ``about``: what else ``state.json`` says, as JSON values; ``keep_best`` goes by ``scores`` in it, by the names of checkpoints.
+    ``about``: what else ``state.json`` says, as JSON values; ``keep_best`` goes by ``scores`` in it, by the names of checkpoints,
+    as far as ``scored_by`` says of them the same.
 
     Where processes divide the weights, for all of them at once: the first one's is whole, a copy, and no other can be written.
     """
@@ -148,7 +149,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, keep: int, *, keep_best: bo
     is_whole = False
     if target.exists() and is_sound(target):
         before, now = read_state(target), json.loads(snapshot.state)
-        is_whole = all(before.get(key) == now.get(key) for key in ("config", "data", "data_columns"))
+        is_whole = all(before.get(key) == now.get(key) for key in ("config", "data", "data_columns", "python_rewards"))
         if is_whole and before.get("evaluations") == now.get("evaluations"):
             return target
     try:

@@ -196,10 +196,13 @@ def remove_old(folder: Path, keep: int, keep_best: bool) -> None:
     if all(map(_is_doubtful, kept)):
         kept |= set([p for p in newest_first if not _is_doubtful(p)][:1])
     if keep_best:
-        scores: dict[str, float] = {}
+        scores: dict[str, tuple[float, Any]] = {}
         for checkpoint in reversed(newest_first):
             scores |= _scores(checkpoint)
-        scored = [(scores[p.name], [-n for n in _step_of(p)], p) for p in newest_first if p.name in scores]
+        # Those that were taken otherwise than the newest, before a resume with other settings, cannot be compared with it.
+        newest = scores[max(scores, key=lambda name: _step_of(Path(name)))][1] if scores else None
+        alike = {name: score for name, (score, by) in scores.items() if newest is None or by in (None, newest)}
+        scored = [(alike[p.name], [-n for n in _step_of(p)], p) for p in newest_first if p.name in alike]
         kept |= {max(scored)[2]} if scored else set()
     for old in [*(p for p in newest_first if p not in kept), *folder.glob(".step-*.partial")]:
         shutil.rmtree(old, ignore_errors=True)
@@ -213,8 +216,8 @@ def _is_doubtful(checkpoint: Path) -> bool:
         return True
 
 
-def _scores(checkpoint: Path) -> dict[str, float]:
-    """Scores of checkpoints by name, as this one knows them."""
+def _scores(checkpoint: Path) -> dict[str, tuple[float, Any]]:
+    """Scores of checkpoints by name, as this one knows them, and how they were taken; None for what an earlier version wrote."""
     try:
         state = read_state(checkpoint)
     except CheckpointError:
@@ -222,7 +225,7 @@ def _scores(checkpoint: Path) -> dict[str, float]:
     scores = state.get("scores")
     if scores is None:  # of an earlier version, which knew its own alone
         scores = {} if state.get("score") is None else {checkpoint.name: state["score"]}
-    return {name: float(score) for name, score in scores.items()}
+    return {name: (float(score), state.get("scored_by", {}).get(name)) for name, score in scores.items()}
 
 
 def _files(folder: Path, chosen: set[str] | None = None) -> dict[str, dict[str, Any]]:

@@ -86,17 +86,27 @@ _NAMED = 3
 def about_run(prepared: Prepared, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """What a checkpoint says about its run: the settings, the data's fingerprints, the rewards from Python, the evaluations so
     far, and the score of each step that was judged in training, its own and those before it: one may have been judged after it was
-    saved, by a run that went on from it."""
+    saved, by a run that went on from it. Beside it stands how it was taken, which a resumed run may have changed."""
     mode = prepared.config.evaluation.modes[0]
-    scores = {e.stage: e.figures.get("success", [e.strict_accuracy])[0] for e in evaluations if e.mode == mode}
+    judged = [e for e in evaluations if e.mode == mode and e.stage.startswith("step-")]
     return {
         "config": hide_secrets(prepared.config.model_dump(mode="json")),
         "data": prepared.problems.fingerprint,
         "data_columns": prepared.problems.columns_fingerprint,
         "python_rewards": _from_python(prepared),
         "evaluations": hide_secrets([e.to_summary() for e in evaluations]),
-        "scores": {stage: score for stage, score in scores.items() if stage.startswith("step-")},
+        "scores": {e.stage: e.figures.get("success", [e.strict_accuracy])[0] for e in judged},
+        "scored_by": hide_secrets({e.stage: _taken_by(e) for e in judged}),
     }
+
+
+def _taken_by(evaluation: Evaluation) -> dict[str, Any]:
+    """What a score depends on beside the policy."""
+    names = ("mode", "samples", "temperature", "max_tokens")
+    # A problem whose only answer could not be checked is not among the n, but was asked.
+    unchecked = evaluation.figures.get("unchecked", 0) if evaluation.samples == 1 else 0
+    about: dict[str, Any] = {"problems": evaluation.n + unchecked, "conditions": dict(evaluation.conditions)}
+    return {name: getattr(evaluation, name) for name in names} | about
 
 
 def _from_python(prepared: Prepared) -> list[str]:
