@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from groupwise.config import load_config
 from groupwise.config.presets import PRESETS
 from groupwise.config.schema import Config
+from groupwise.doctor import diagnose_run
 from groupwise.doctor.findings import groups_of
 from groupwise.engines.builtin.engine import BuiltinEngine
 from groupwise.errors import ConfigError, RewardError, TrainingError
@@ -348,6 +349,30 @@ def test_what_was_learnt_is_saved_whatever_ends_a_step(
     assert same(repeatable(tmp_path / "run"), repeatable(go("whole", **settings).folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "error", "message"),
+    [
+        ("refresh", 3, KeyError("odd"), "odd"),
+        ("refresh", 3, NO_MEMORY, TOLD.replace("step-2", "step-3")),
+        ("metrics", 6, KeyError("odd"), "odd"),  # asked before and after each step
+    ],
+)
+def test_a_step_is_saved_whatever_the_engine_raises_after_it(
+    go, small_config, letters, quiet, tmp_path, monkeypatch, name, number, error, message
+):
+    settings = {"training": {"steps": 4}}
+    with monkeypatch.context() as patch:
+        third_call(patch, BuiltinEngine, name, error, number=number)
+        with pytest.raises((KeyError, TrainingError), match=message) as raised:
+            go("run", **settings)
+    if isinstance(error, KeyError):
+        assert raised.value is error
+        assert "step 3 is saved in" in error.__notes__.pop()
+    train(small_config(**settings), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume=True)
+    run, whole = repeatable(tmp_path / "run"), repeatable(go("whole", **settings).folder)
+    assert same(run, whole)
+
+
 def test_a_warm_start_is_not_lost_where_the_first_step_fails(go, small_config, letters, quiet, tmp_path, monkeypatch):
     settings = {"warm_start": {"steps": 2, "examples_per_step": 2}}
     with monkeypatch.context() as patch:
@@ -444,7 +469,9 @@ def test_five_updates_in_a_row_that_are_not_finite_stop_the_run(go, monkeypatch,
         go(training={"steps": 20})
     assert caught.value.exit_code == 1
     rows = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert [row["optimizer/dropped_updates"] for row in rows] == [0, 0, 1, 1, 1, 1], "the seventh ended it"
+    assert [row["optimizer/dropped_updates"] for row in rows] == [0, 0, 1, 1, 1, 1, 1], "the seventh ended it"
+    assert {row["step"] for row in lines_of(tmp_path / "run" / "completions.jsonl")} == {*range(1, 8)}
+    assert "not-finite" in {finding.rule for finding in diagnose_run(read_run(tmp_path / "run"))}
 
 
 def test_four_in_a_row_do_not(go, monkeypatch):

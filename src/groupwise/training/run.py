@@ -409,17 +409,12 @@ class Run:
         self.metrics |= measured
         if self.ahead is None or not self.ahead.borrows:  # else it still samples with the weights that it has
             self._push()
-        if self.learner.dropped_in_a_row >= _MOST_DROPPED:
-            raise TrainingError(
-                f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
-                "optimizer.learning_rate, or look at the last completions and rewards in the run's folder; "
-                f"{self.world.on_rank0(self._last_good)}"
-            )
         return advantages
 
     def _push(self) -> None:
         """Tell the engine of the new weights. Where its server stays away, or a signal comes while it is waited for, ``unpushed``
-        says so, in all processes: what was learnt is recorded and saved first. A collective call."""
+        says so, in all processes: what was learnt is recorded and saved first. In one process whatever else the engine raises is
+        kept so too; of several, one may fail alone. A collective call."""
         assert self.learner is not None
 
         def heed() -> None:
@@ -430,7 +425,7 @@ class Run:
         pushing.heed = heed
         try:
             self.engine.refresh(self.learner.updates)
-        except (AbandonStep, TrainingError) as error:
+        except (AbandonStep, TrainingError if self.world.size > 1 else Exception) as error:
             self.unpushed = error
         finally:
             pushing.heed = None
@@ -441,6 +436,8 @@ class Run:
         """Save what is done, and end the run, where the engine did not get the last weights."""
         if isinstance(self.unpushed, AbandonStep):
             self.stop()
+        if isinstance(self.unpushed, Exception) and not isinstance(self.unpushed, TrainingError):
+            self._end_failed(self.unpushed)
         if self.unpushed is not None:
             raise TrainingError(f"{self.unpushed}; step {self.done} is saved in {self.save(self.done)}") from self.unpushed
 
@@ -469,15 +466,24 @@ class Run:
         raise error
 
     def record(self, step: int, rollout: Rollout, advantages: Advantages, on_step: Callable[[StepReport], Any] | None) -> bool:
-        """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False)."""
+        """Hand the step's numbers to trackers and callback. False if the callback asks to stop (by returning False).
+
+        Raises TrainingError after too many updates in a row that were not made."""
         assert self.learner is not None
         self.notices.exchange()
         learnt = self.metrics.pop("speed/learnt_tokens", None)
         if learnt is not None:
             passes = learnt.value * self.config.algorithm.updates_per_batch
             self.metrics["speed/learnt_tokens_per_s"] = Mean(passes, self.metrics["time/learn_s"].value)
+        of_engine: dict[str, Metric] = {}
+        try:
+            of_engine = self.engine.metrics()
+        except Exception as error:
+            if self.world.size > 1:  # one may have failed alone
+                raise
+            self.unpushed = self.unpushed or error  # the step is recorded and saved first
         self.metrics |= (
-            self.world.reduce(self.engine.metrics())
+            self.world.reduce(of_engine)
             | {
                 "time/step_s": Sum(time.perf_counter() - self.step_started),
                 "memory/peak_gib": Max(max(self.world.all_gather_object(peak_memory_bytes(self.scorer.device.type))) / 2**30),
@@ -491,6 +497,12 @@ class Run:
         numbers = values(self.metrics)
         self.trackers.step(step + 1, numbers)
         self.trackers.completions(step + 1, rollout.groups, advantages, self.learner.token_advantages)
+        if self.learner.dropped_in_a_row >= _MOST_DROPPED:
+            raise TrainingError(
+                f"the gradient was not finite in {_MOST_DROPPED} updates in a row, none of which was made: lower "
+                "optimizer.learning_rate, or look at the last completions and rewards in the run's folder; "
+                f"{self.world.on_rank0(self._last_good)}"
+            )
         report = StepReport(step + 1, numbers, rollout.groups, advantages, self.folder.path)
         try:
             going_on = on_step is None or self.world.on_rank0(lambda: _as_plain(on_step(report)) is not False)
