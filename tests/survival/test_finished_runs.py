@@ -19,7 +19,7 @@ from groupwise.models.load import save_model
 from groupwise.tracking import RunFolder
 from groupwise.tracking.reading import read_run
 from groupwise.training import checkpoint, ending
-from groupwise.training.checkpoint_folder import latest_checkpoint
+from groupwise.training.checkpoint_folder import latest_checkpoint, read_state
 from groupwise.training.loop import train
 from groupwise.training.run import Run
 from tests.survival.kills import differences
@@ -115,7 +115,7 @@ def test_more_steps_keep_what_there_was_until_its_successor_is_whole(small_confi
             go(longer, letters, quiet, folder, resume=True, on_step=die)
         assert content(folder / "final_model") == model
         assert (folder / "summary-step-2.json").read_bytes() == summary
-        assert (folder / "evaluations" / "step-2-sampled.jsonl").read_bytes() == judged
+        assert (folder / "evaluations" / "end-2-sampled.jsonl").read_bytes() == judged
         assert (folder / "config-step-2.yaml").read_bytes() == settings
         assert read_run(folder).config.model_dump() == longer.model_dump(), "what the report and the doctor go by"
         assert (folder / "config.yaml").stat().st_mtime_ns == begun, "no later run than it was"
@@ -129,6 +129,17 @@ def test_more_steps_keep_what_there_was_until_its_successor_is_whole(small_confi
     assert result.summary["steps"] == 4
     assert [p.name for p in folder.glob(".*")] == [".lock"]
     assert differences(whole, folder) == []
+
+
+def test_an_earlier_end_s_evaluation_is_kept_and_is_none_of_the_continued_run(small_config, letters, quiet, tmp_path):
+    settings = {"output": CHECKPOINTS, "evaluation": {"every": 2}}
+    folder = go(small_config(**settings), letters, quiet, tmp_path / "run").folder
+    judged = (folder / "evaluations" / "final-sampled.jsonl").read_bytes()
+    go(small_config(training={"steps": 4}, **settings), letters, quiet, folder, resume=True)
+    assert (folder / "evaluations" / "end-2-sampled.jsonl").read_bytes() == judged
+    assert [evaluation.stage for evaluation in read_run(folder).evaluations] == ["step-2", "final"]
+    scored_by = read_state(folder / "checkpoints" / "step-4")["scored_by"]
+    assert {stage: how["mode"] for stage, how in scored_by.items()} == {"step-2": "sampled"}
 
 
 def no_room(*words, **named):

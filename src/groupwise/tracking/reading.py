@@ -26,7 +26,7 @@ from groupwise.config.load import recipes, remember_style
 from groupwise.data.answers import AnswerStyle, grade
 from groupwise.data.prompts import resolve_system
 from groupwise.errors import ConfigError, GroupwiseError
-from groupwise.tracking.run_folder import RunFolder
+from groupwise.tracking.run_folder import EARLIER_END, RunFolder
 from groupwise.types import CallFailure, FinishReason, ToolCall, Turn
 
 __all__ = ["CompletionRecord", "EvaluationRecords", "RunRecord", "answer_style", "names_run", "read_run", "stage_position"]
@@ -390,10 +390,11 @@ def numbers(values: object) -> Sequence[float]:
 
 
 def read_evaluations(folder: Path, bad: Counter[str]) -> tuple[EvaluationRecords, ...]:
-    """Files named ``<stage>-<mode>.jsonl``, in the order in which stages happen."""
+    """Files named ``<stage>-<mode>.jsonl``, in the order in which stages happen, but for those of an end that the run was continued
+    from."""
     evaluations = []
     kept: dict[str, str] = {}  # what is asked stands in the file of each stage, and is held once
-    paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    paths = sorted(p for p in folder.glob("*.jsonl") if not EARLIER_END.match(p.name)) if folder.is_dir() else []
     for path in paths:
         stage, _, mode = path.stem.rpartition("-")
         # An answer that nobody could check is neither right nor wrong; the evaluation left it out of its figures too.

@@ -40,6 +40,8 @@ PROBES = 10
 """Tries to lock a folder before it counts as taken."""
 LOCK_FILE = ".lock"
 """A file to lock: on NFS a folder's lock holds on one machine alone, or there is none."""
+EARLIER_END = re.compile(r"end-\d+-")
+"""What the name of an evaluation begins with that `set_ending_aside` put aside."""
 LEFTOVER_FOLDER = re.compile(r"\.{1,2}(?:final_model|step-\d+)[\w.-]*\.partial")
 LEFTOVER_FILE = re.compile(r"\.[\w.-]+\.(?:ya?ml|jsonl?|html)\.\w+\.part")
 
@@ -53,7 +55,7 @@ class RunFolder:
     environment.json       versions, machine, code revision, seeds, command, where answers stand in the data
     metrics.jsonl          one line a step
     completions.jsonl      a few groups a step, with their rewards, of the first ones token by token
-    evaluations/           one file per stage and mode, one line per problem
+    evaluations/           one file per stage and mode, one line per problem; end-N-*: of an end that it was continued from
     checkpoints/           to resume from
     tensorboard/, wandb/   where output.trackers asks for them
     final_model/           a Hugging Face folder
@@ -490,12 +492,13 @@ def ending_of(folder: RunFolder) -> Ending | None:
 
 
 def set_ending_aside(folder: RunFolder, steps: int) -> None:
-    """Rename the summary and last evaluations of a run that ended after ``steps`` steps and is continued: they keep that step's name.
+    """Rename the summary and last evaluations of a run that ended after ``steps`` steps and is continued, by that number. Such an
+    evaluation is none of the continued run, which may judge that step itself, as its settings are then.
 
     Its model stays in its place until the next one is whole.
     """
     for path in folder.evaluations.glob("final-*.jsonl"):
-        os.replace(path, path.with_name(f"step-{steps}-{path.name.removeprefix('final-')}"))
+        os.replace(path, path.with_name(f"end-{steps}-{path.name.removeprefix('final-')}"))
     os.replace(folder.summary, folder.earlier_summary(steps))
 
 
@@ -510,9 +513,9 @@ def cut_back(folder: RunFolder, step: int | None) -> None:
         if path.is_file():
             cut_lines(path, done)
     for path in folder.evaluations.glob("*.jsonl"):
-        match = re.match(r"step-(\d+)-", path.name)
-        if match and folder.earlier_summary(int(match[1])).is_file():
+        if EARLIER_END.match(path.name):
             continue
+        match = re.match(r"step-(\d+)-", path.name)
         if path.name.startswith("final-") or (match and int(match[1]) > done) or step is None:
             path.unlink()
     later = {int(path.stem.rpartition("-")[2]): path for path in folder.path.glob("config-step-*.yaml")}
