@@ -22,7 +22,8 @@ from groupwise.tracking import RunFolder
 from groupwise.tracking.reading import read_run
 from groupwise.training.learner import Learner
 from groupwise.training.loop import train
-from groupwise.training.resume import drift
+from groupwise.training.resume import drift, would_resume
+from groupwise.training.setup import prepare
 from groupwise.training.window import HeldWindow, _group_values
 from groupwise.types import Completion, Group, Problem, Prompt, StepScores, ToolCall, Turn
 from tests.survival.kills import differences
@@ -105,6 +106,14 @@ def test_a_signal_between_two_updates_saves_the_batch(small_config, letters, qui
         go(small_config(**sections), letters, quiet, tmp_path / "run")
     assert updates == [*range(6)]
     assert (tmp_path / "run" / "checkpoints" / "step-1-update-2").is_dir()
+    fewer = small_config(**{**sections, "training": {"steps": 1}})
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    inside = r"step-1-update-2 is inside step 2: set training\.steps to at least 2"
+    with pytest.raises(CheckpointError, match=inside):
+        go(fewer, letters, quiet, tmp_path / "run", resume=True)
+    with pytest.raises(CheckpointError, match=inside):
+        would_resume(tmp_path / "run", prepare(fewer, letters), accept=False)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
     shutil.copytree(tmp_path / "run", tmp_path / "smaller")
     folder = go(small_config(**sections), letters, quiet, tmp_path / "run", resume=True).folder
     assert updates == [*range(16)]

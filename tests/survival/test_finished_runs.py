@@ -170,6 +170,29 @@ def test_more_steps_on_a_full_disk_leave_the_run_as_it_ended(small_config, lette
     assert go(longer, letters, quiet, folder, resume=True).summary["steps"] == 4
 
 
+@pytest.mark.parametrize("part", ["make_trackers", "_load_parts"])
+def test_more_steps_that_are_refused_or_interrupted_leave_the_run_as_it_ended(
+    small_config, letters, quiet, tmp_path, monkeypatch, part
+):
+    """Also the lines and settings of a run that goes on from before its last step."""
+    folder = go(small_config(output=CHECKPOINTS, training={"steps": 3}), letters, quiet, tmp_path / "run").folder
+    before, longer = content(folder), small_config(training={"steps": 4}, output=CHECKPOINTS)
+
+    def refuse(*words, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"groupwise.training.start.{part}", refuse)
+        for _ in range(2):  # the folder's lock is not kept
+            with pytest.raises(KeyboardInterrupt):
+                go(longer, letters, quiet, folder, resume=True)
+    assert content(folder) == before
+    assert go(longer, letters, quiet, folder, resume=True).summary["steps"] == 4
+    assert steps_in(folder) == [1, 2, 3, 4]
+    times = [json.loads(line)["time_s"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert times == sorted(times)
+
+
 @pytest.mark.parametrize(
     ("place", "name"),
     [("tracking.run_folder", "metrics.jsonl"), ("tracking.files", "config.yaml"), ("tracking.files", "environment.json")],
@@ -181,7 +204,7 @@ def test_a_file_that_the_disk_does_not_take_when_a_run_is_resumed(
     folder = go(config, letters, quiet, tmp_path / "run").folder
     (folder / "summary.json").unlink()
     if name == "config.yaml":
-        (folder / "environment.json").unlink()
+        config = small_config(output={**CHECKPOINTS, "log_completions": 1})
     with monkeypatch.context() as patch:
         patch.setattr(f"groupwise.{place}.write_bytes", no_room_for(name))
         for _ in range(2):

@@ -320,8 +320,10 @@ def test_a_checkpoint_that_is_not_there_is_told_before_any_weights_are_loaded(
     small_config, letters, quiet, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("groupwise.training.start.load_policy", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
-        train(small_config(), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume_from=tmp_path / "gone")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for gone in (tmp_path / "gone", "~/gone"):
+        with pytest.raises(CheckpointError, match=f"^{tmp_path / 'gone'} holds no whole checkpoint"):
+            train(small_config(), rewards=letters, console=quiet, run_folder=tmp_path / "run", resume_from=gone)
     assert not (tmp_path / "run").exists()
 
 

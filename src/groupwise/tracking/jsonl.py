@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,16 @@ class JsonlTracker:
         self.log_completions = log_completions
         self.log_tokens = log_tokens
         self.style = style
-        self.started_s = time.monotonic() - folder.elapsed_s()
+        self.made_s = time.monotonic()
         self.files: dict[Path, LineFile] = {}
         self.evaluations: list[EvaluationResult] = []
         """Evaluations that the disk has not taken yet."""
         self.told = False
+
+    @cached_property
+    def started_s(self) -> float:
+        """When the run began, by this process's clock; found at the first step, since a resumed run is cut back after this is made."""
+        return self.made_s - self.folder.elapsed_s()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``{"step": ..., "time_s": seconds since the run began, name: value ...}``; a value that is not finite is null."""

@@ -197,6 +197,9 @@ class RunFolder:
 
     def write_start(self, config: Config, recipe_name: str, command: Sequence[str] | None) -> None:
         self.write_settings(config)
+        self.write_environment(config, recipe_name, command)
+
+    def write_environment(self, config: Config, recipe_name: str, command: Sequence[str] | None) -> None:
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         about = {"recipe": recipe_name, "id": uuid.uuid4().hex[:12], "started": started}
         write_json(self.environment, {**about, **said_by(config), **describe_environment(command)})

@@ -35,6 +35,7 @@ __all__ = [
     "has_other_settings",
     "newest_run",
     "refuse_differing",
+    "refuse_inside_a_step",
     "refuse_to_share",
     "trained_in",
     "unfinished_note",
@@ -245,7 +246,8 @@ def would_resume(path: Path, prepared: Prepared, accept: bool, processes: int = 
 
     Raises:
         CheckpointError: as the resumed run of so many ``processes`` would: settings have changed (unless ``accept``), every checkpoint is
-            damaged, several would share the updates of a batch, or there is none to make more steps from.
+            damaged, several would share the updates of a batch, it would end inside a step, or there is none to make more steps
+            from.
         ConfigError: the run is still going on, or ``path`` is a file or has something else in it.
     """
     said: list[str] = []
@@ -269,6 +271,7 @@ def would_resume(path: Path, prepared: Prepared, accept: bool, processes: int = 
     if newest is None:
         return [*said, f"{path} holds no checkpoint yet: the run would start from the beginning."], True
     refuse_to_share(state := read_state(newest), newest, processes)
+    refuse_inside_a_step(state, newest, config)
     check_drift(state, prepared, said.append, accept)
     return [*said, f"It would resume from {newest}."], True
 
@@ -344,6 +347,15 @@ def refuse_to_share(state: Mapping[str, Any], checkpoint: Path | None, processes
         raise CheckpointError(
             f"the checkpoint {checkpoint} was written between two updates of a batch, by one process, and {processes} were started: "
             "resume with one, or start from an earlier checkpoint by train(resume_from=...) of Python"
+        )
+
+
+def refuse_inside_a_step(state: Mapping[str, Any], checkpoint: Path | None, config: Config) -> None:
+    """Raise CheckpointError where the run would end with some of a step's updates: its model would be that of no step."""
+    if config.training.steps <= (done := int(state.get("step", 0))) and state.get("parts", {}).get("window", {}).get("updates"):
+        raise CheckpointError(
+            f"{checkpoint} is inside step {done + 1}: set training.steps to at least {done + 1}, or resume from an earlier "
+            "checkpoint"
         )
 
 

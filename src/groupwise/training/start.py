@@ -49,6 +49,7 @@ from groupwise.training.resume import (
     folder_of,
     has_other_settings,
     refuse_differing,
+    refuse_inside_a_step,
     refuse_to_share,
     trained_in,
     unfinished_note,
@@ -123,6 +124,8 @@ class RunFolderResolver:
     checkpoint: Path | None
     said: list[str]
     processes: int = 1
+    state: dict[str, Any] | None = None
+    """What a run goes on with that began before; known once that is resolved."""
 
     def resolve(self, opened: list[RunFolder]) -> Beginning:
         """Find out what the run begins from; the folder itself, locked, goes into ``opened``, also where this fails later."""
@@ -145,11 +148,13 @@ class RunFolderResolver:
             state = trained or (read_state(checkpoint) if checkpoint else {})
             own = reopened and (trained is not None or found is not None)
             refuse_to_share(state, checkpoint, self.processes)
+            refuse_inside_a_step(state, checkpoint, self.config)
             check_drift(state, self.prepared, self.said.append, accept=self.accept_changes or not own)
             if reopened:
-                self.reopen(folder, state)
+                self.check_reopened(folder, state)
+                self.state = state
             if not folder.environment.is_file():  # killed right after its settings were written
-                folder.write_start(self.config, self.recipe, None)
+                folder.write_environment(self.config, self.recipe, None)
         except OSError as error:
             raise folder.lost(folder.path, error) from error
         evaluations = earlier_evaluations(state, folder, self.said.append) if own else []
@@ -157,25 +162,37 @@ class RunFolderResolver:
             folder.path, None if trained else checkpoint, evaluations, int(state.get("step", 0)), trained is not None
         )
 
-    def reopen(self, folder: RunFolder, state: dict[str, Any]) -> None:
+    def check_reopened(self, folder: RunFolder, state: dict[str, Any]) -> None:
+        """Raise CheckpointError, or OSError, where the run cannot go on; it is still as it was."""
         ending = ending_of(folder)
         if ending is not None:
             if self.config.training.steps <= ending.asked:  # it came to its end since it was looked at first
                 raise CheckpointError(f"the run in {str(folder.path)!r} has finished meanwhile: there is nothing to resume")
             if not state:
                 raise cannot_continue(folder, ending.steps, self.config)
-        check_room(folder)
-        if ending is not None:  # before `cut_back`, which takes the last evaluations of any other end away
-            set_ending_aside(folder, ending.steps)
             self.said.append(f"It had finished after step {ending.steps}; that model stays until the next one is written.")
-        if "steps_asked" not in state:
-            folder.trained.unlink(missing_ok=True)
-        step = int(state["step"]) if state else None
-        cut_back(folder, step)
-        if has_other_settings(folder, self.config):  # after `ending_of`, which of an early version's run reads the steps there
-            folder.replace_settings(self.config, step or 0)
+        check_room(folder)
         if not state:
             self.said.append(f"{folder.path} holds no checkpoint yet: the run starts from the beginning.")
+
+    def take_back(self, folder: RunFolder) -> None:
+        """Leave of a run that began before what it had written at the step that it goes on from. The last thing of a start: one that
+        is refused or interrupted before leaves a finished run finished. Raises TrainingError on a full disk."""
+        if self.state is None:
+            return
+        try:
+            ending = ending_of(folder)
+            if ending is not None:  # before `cut_back`, which takes the last evaluations of any other end away
+                set_ending_aside(folder, ending.steps)
+            if "steps_asked" not in self.state:
+                folder.trained.unlink(missing_ok=True)
+            step = int(self.state["step"]) if self.state else None
+            cut_back(folder, step)
+            # After `ending_of`, which of an early version's run reads the steps there.
+            if has_other_settings(folder, self.config):
+                folder.replace_settings(self.config, step or 0)
+        except OSError as error:
+            raise folder.lost(folder.path, error) from error
 
 
 def check_room(folder: RunFolder) -> None:
@@ -217,7 +234,7 @@ def start(
         """The checkpoint to begin from, which need not be there any more once the run has one of its own."""
         there = None if wanted is None else RunFolder(wanted.expanduser())
         begun = there is not None and (latest_checkpoint(there.checkpoints) is not None or there.trained.exists())
-        return None if begun or not resume_from else find_checkpoint(Path(resume_from), said.append)
+        return None if begun or not resume_from else find_checkpoint(Path(resume_from).expanduser(), said.append)
 
     checkpoint = world.on_rank0(named) if resume_from else None
     started = time.perf_counter()
@@ -244,7 +261,6 @@ def start(
         resolver = RunFolderResolver(config, prepared, recipe, run_folder, wanted, accept_changes, checkpoint, said, world.size)
         beginning = world.on_rank0(lambda: resolver.resolve(opened))
         folder = opened[0] if opened else RunFolder(beginning.path)
-        elapsed_s = folder.elapsed_s()
         if world.is_first:
             trackers = make_trackers(config, folder, console, beginning.done)
         _say(trackers, said, prepared.notes)
@@ -255,6 +271,8 @@ def start(
         with explain_short_memory(lambda: "nothing is lost: the run had not begun", remedy):
             parts = _load_parts(config, world, beginning.model, prepared, folder, trackers)
         release_freed_memory()
+        world.on_rank0(partial(resolver.take_back, folder))
+        elapsed_s = folder.elapsed_s()
     except BaseException:
         with ExitStack() as begun:  # the last is closed first, and an interrupt of one ends no other
             for folder in opened:
