@@ -425,7 +425,11 @@ class Run:
         pushing.heed = heed
         try:
             self.engine.refresh(self.learner.updates)
-        except (AbandonStep, TrainingError if self.world.size > 1 else Exception) as error:
+        except (AbandonStep, TrainingError) as error:
+            self.unpushed = error
+        except Exception as error:
+            if self.world.size > 1:
+                raise
             self.unpushed = error
         finally:
             pushing.heed = None
