@@ -29,8 +29,8 @@ export GROUPWISE_SECRET=${GROUPWISE_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 
 # Slurm starts the processes, one for each GPU. (srun of Slurm 22.05 and newer does not take --cpus-per-task over by itself.) One that fails
-# ends the others by itself, with its error. They have the seconds of --wait for it, as many as training.process_timeout_s has: the
-# first may be writing a checkpoint.
+# ends the others by itself, with its error. srun gives them --wait seconds for that, as long as training.process_timeout_s: the first
+# may be writing a checkpoint.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpu-bind=none --kill-on-bad-exit=0 --wait=1800 \
     bash -c 'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
              exec python -m groupwise train "$@"' process \

@@ -227,6 +227,12 @@ def test_what_an_environment_pays_is_not_known_before_the_run(prepared, function
     assert not {"reward-blind", "end-unpaid"} & found.keys()
 
 
+def test_a_built_in_reward_is_blind_beside_an_environment_too(prepared):
+    """It reads none of the columns that it is offered."""
+    played = ["rollout.environment=groupwise.episodes.games:HigherOrLower", "rewards.functions=[boxed_format]"]
+    assert rules_of(diagnose_prepared(prepared(played)))["reward-blind"].severity == "critical"
+
+
 def twice(completions, environment_reward, **_):
     return [2 * score for score in environment_reward]
 

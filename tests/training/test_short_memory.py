@@ -185,6 +185,9 @@ def test_a_machine_that_cannot_bring_a_checkpoint_together_is_named_before_the_r
     pushed = note("model.lora.rank=16", "output.adapter_only=true", "rollout.engine=vllm", "rollout.vllm.url=http://a:1")
     assert pushed is not None, "vLLM is sent the base all the same"
     assert pushed.endswith("or sample with rollout.engine=auto")
+    whole = note("model.lora.rank=16", "rollout.engine=vllm", "rollout.vllm.url=http://a:1")
+    assert whole is not None
+    assert whole.endswith("or sample with rollout.engine=auto and set output.adapter_only")
 
 
 @pytest.mark.parametrize(

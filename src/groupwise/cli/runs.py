@@ -127,8 +127,10 @@ def _diagnose(target: str, overrides: Sequence[str]) -> tuple[list[Finding], dic
 
     fetch_model(config.model)
     prepared = prepare(config)
-    findings = diagnose_prepared(prepared)
-    prepared.rewards.close()
+    try:
+        findings = diagnose_prepared(prepared)
+    finally:
+        prepared.rewards.close()
     return findings, {"settings": target, "notes": prepared.notes}
 
 

@@ -257,8 +257,8 @@ class AlgorithmConfig(Section):
 
     @property
     def flat_groups_teach(self) -> bool:
-        """Whether a group whose completions all scored the same has advantages: more than its summed rewards is compared. Of an
-        ``OwnAdvantage`` that is not known, and not supposed."""
+        """Whether a group whose completions all scored the same has advantages: more than its summed rewards is compared. Not known of
+        an ``OwnAdvantage``, and False there."""
         advantage = self.advantage
         across = isinstance(advantage, GroupAdvantage) and advantage.baseline in ("batch_mean", "none")
         return across or advantage.type in ("gae", "gdpo") or (self.kl is not None and self.kl.placement != "loss")

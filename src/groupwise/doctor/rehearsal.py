@@ -114,8 +114,11 @@ def judged_elsewhere(rehearsal: Rehearsal) -> bool:
     """Whether a reward model or an environment has a say, which before the run is not known, or no answer is right."""
     rewards, config = rehearsal.prepared.rewards, rehearsal.prepared.config
     named = config.rollout.environment is not None
-    # One that takes what the environment gave, as any with **columns does, may look at it too.
-    played = any((one.is_environment or (named and one.takes("environment_reward"))) and one.weight for one in rewards.rewards)
+    # One of the user's own that takes what the environment gave, as any with **columns does, may look at it too.
+    played = any(
+        (one.is_environment or (named and not one.built_in and one.takes("environment_reward"))) and one.weight
+        for one in rewards.rewards
+    )
     return bool(rewards.models) or played or not has_answers(config.data)
 
 

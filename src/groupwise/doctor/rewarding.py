@@ -108,11 +108,12 @@ def no_variance(run: RunRecord) -> Evidence | None:
 
 
 def flat_groups_teach(run: RunRecord) -> bool:
-    """Of an advantage of the user's own, which the settings know nothing about, the recorded numbers tell it."""
-    if run.config is None or run.config.algorithm.flat_groups_teach:
-        return run.config is not None
-    if not isinstance(run.config.algorithm.advantage, OwnAdvantage):
+    """Of an advantage of the user's own, which the settings know nothing about, the recorded numbers say it."""
+    if run.config is None:
         return False
+    algorithm = run.config.algorithm
+    if not isinstance(algorithm.advantage, OwnAdvantage) or algorithm.flat_groups_teach:
+        return algorithm.flat_groups_teach
     same = (group for group in groups_of(run.completions) if len({record.reward for record in group}) == 1)
     return any(abs(record.advantage or 0.0) > MOVES for group in same for record in group)
 

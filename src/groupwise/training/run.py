@@ -140,8 +140,9 @@ class Run:
         """Close every part, also where an interrupt or an error ends another's; the folder's lock is let go last."""
         parts = ExitStack()  # the last is closed first
         parts.callback(self.folder.release)
-        parts.callback(self.writer.finish)  # again: an interrupt may have ended the first wait
         parts.callback(self.trackers.close)
+        parts.callback(self._tell_of_checkpoints)
+        parts.callback(self.writer.finish)  # again: an interrupt may have ended the first wait
         parts.callback(self.engine.close)
         parts.callback(self.prepared.rewards.close)
         parts.callback(self._tell_of_checkpoints)
@@ -394,8 +395,8 @@ class Run:
                 )  # fmt: skip
         except Exception as error:
             # A checkpoint would say that no update of this step was made, which may be wrong once one was begun. It would also
-            # lack a batch that was sampled ahead, or came with a checkpoint: a resumed run would sample it with newer weights.
-            if self.learner.stepped or held is not None or self.ahead is not None:
+            # lack a batch that was sampled ahead: a resumed run would sample it with newer weights.
+            if self.learner.stepped or self.ahead is not None:
                 raise
             self.prepared.rewards.load_state_dict(self.known)
             self._end_failed(error)

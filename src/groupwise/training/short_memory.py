@@ -237,7 +237,8 @@ def checkpoint_note(config: Config, device: torch.device, processes: int | None 
     if setup.adapted:
         what, remedy = "the final model", "or set output.adapter_only"
         if setup.by_vllm:  # which is sent the base, whatever is saved
-            what, remedy = "vLLM and the final model", "or sample with rollout.engine=auto"
+            alone = "" if config.output.adapter_only else " and set output.adapter_only"
+            what, remedy = "vLLM and the final model", f"or sample with rollout.engine=auto{alone}"
     return (
         f"for {what} the first process will bring {needed / _GIB:.1f} GiB together in the machine's own memory, and "
         f"{free / _GIB:.1f} GiB are free there: take a machine with more, {remedy}"
