@@ -558,7 +558,7 @@ def test_samples_of_older_weights_are_no_fault_of_the_sampler(tmp_path):
 
 def test_a_cut_distribution_is_no_cause_of_a_correction_at_its_cap(ill):
     """Without the tokens that it cuts out the others are likelier to the sampler than to the trainer: weights are below 1."""
-    assert "top_p" not in ill["correction-at-its-cap"].remedy
+    assert "top_p" not in ill["correction-at-its-cap"]["correction-at-its-cap"].remedy
 
 
 @pytest.mark.parametrize(

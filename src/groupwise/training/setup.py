@@ -254,7 +254,8 @@ def _notes(
         note_on_date(tokenizer, config.prompt),
         f"{short.sentence}: {short.remedy}" if short is not None else None,
         checkpoint_note(config, resolve_device(config.model.device), processes),
-        disk_note(config, folder or Path(config.output.folder or "runs")) if is_first_process() else None,  # it alone writes
+        # The first process alone writes.
+        disk_note(config, folder or Path(config.output.folder or RUNS)) if is_first_process() else None,
     ]
     of_settings = notes(config, prepared=is_prepared(config.data.source))
     said = [*of_settings, *suite.notes(), *note_on_processes(config, processes), *dropped]
