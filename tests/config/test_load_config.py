@@ -498,6 +498,8 @@ NONSENSE = {
     "a bomb of aliases": (BOMB, "would grow"),
     "a bomb of merged mappings": (MERGING_BOMB, "would grow"),
     "a list that contains itself": ("model: &m [*m]\n", "contains itself"),
+    "a section without a name": ("? ", "a section None, but its name must be text"),
+    "a section with a number for a name": ("1: 2", "a section 1, but its name must be text"),
     "brackets without end": ("model: " + "[" * 600 + "]" * 600, "nested too deeply"),
     "blocks without end": ("\n".join(" " * i + "a:" for i in range(3000)), "nested too deeply"),
     "a number of 5,000 digits": (f"training: {{steps: {'9' * 5000}}}\n", "is not valid YAML"),

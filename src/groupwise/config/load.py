@@ -497,6 +497,8 @@ def _check_values(value: object, path: str, source: str, hidden: bool) -> None:
         )
     if isinstance(value, Mapping):
         for key, inner in value.items():
+            if not path and not isinstance(key, str):  # pydantic says so of what stands deeper
+                raise ConfigError(f"the settings have a section {key!r}, but its name must be text: give it one or take it out")
             _check_values(inner, f"{path}.{key}" if path else str(key), source, hidden)
     if isinstance(value, list):
         for position, inner in enumerate(value):
