@@ -13,7 +13,8 @@ from rich.console import Console
 from groupwise import train
 from groupwise.config import load_config
 from groupwise.config.load import recipes
-from groupwise.doctor import diagnose_settings
+from groupwise.doctor import diagnose_prepared
+from groupwise.training.setup import prepare
 
 GSM8K = [
     "gsm8k-0.5b", "gsm8k-1.5b-24gb", "gsm8k-1.5b-8gpu", "gsm8k-1.5b-cpu", "gsm8k-7b-8gpu", "length-0.5b-2gpu",
@@ -92,7 +93,7 @@ def gsm8k(shared_data, tmp_path_factory):
 def run(name, changes, folder):
     """The recipe with ``changes``, and the steps' reports."""
     config = load_config(name, [f"{key}={'null' if value is None else value}" for key, value in {**LESS, **changes}.items()])
-    assert not [f for f in diagnose_settings(config) if f.severity == "critical"], "the doctor sees nothing in its way"
+    assert not [f for f in diagnose_prepared(prepare(config)) if f.severity == "critical"], "the doctor sees nothing in its way"
     seen = []
     result = train(
         config, recipe=name, run_folder=folder, rewards={"varied": varied}, on_step=seen.append, console=Console(quiet=True)

@@ -34,10 +34,11 @@ from groupwise.config.fields import field_paths
 from groupwise.config.schema import Config, DataConfig
 from groupwise.data.answers import answers_equal, extract_answer, extract_last_number, extract_reference, grade, numeric_value
 from groupwise.data.sources import load_problems
-from groupwise.doctor import diagnose_settings
+from groupwise.doctor import diagnose_prepared
 from groupwise.errors import AnswerError, ConfigError, DataError, GroupwiseError
 from groupwise.planner import HARDWARE, make_plan
 from groupwise.report import write_report
+from groupwise.training.setup import prepare
 from tests.survival.drawn_settings import keeping_the_rules
 from tests.survival.page import stamp, write_section
 from tests.tiny import write_sums, write_tiny_llama
@@ -129,7 +130,7 @@ def try_config(case: Case, place: Path) -> str:
         generated = (
             config.data.source == "arithmetic" and config.data.arithmetic.problems > 100
         )  # takes seconds, and is always the same
-        for finding in [] if generated else diagnose_settings(config):
+        for finding in [] if generated else diagnose_prepared(prepare(config)):
             assert finding.title.strip()
             assert finding.remedy.strip()
     except GroupwiseError as error:

@@ -1,6 +1,6 @@
 """The doctor: what is wrong with a run or its settings, with the evidence and the remedy."""
 
-from groupwise.doctor.examine import Watch, check_before, diagnose_prepared, diagnose_run, diagnose_settings, refuse, verdict_on
+from groupwise.doctor.examine import Watch, check_before, diagnose_prepared, diagnose_run, refuse, verdict_on
 from groupwise.doctor.findings import SEVERITIES, Evidence, Example, Finding, Severity
 from groupwise.doctor.rules import RULES, Rule
 
@@ -16,7 +16,6 @@ __all__ = [
     "check_before",
     "diagnose_prepared",
     "diagnose_run",
-    "diagnose_settings",
     "refuse",
     "verdict_on",
 ]

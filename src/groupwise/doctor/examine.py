@@ -13,9 +13,9 @@ from groupwise.doctor.rehearsal import Rehearsal
 from groupwise.doctor.rules import RULES, Subject
 from groupwise.errors import ConfigError, RewardError
 from groupwise.tracking.reading import RunRecord, read_run
-from groupwise.training.setup import Prepared, prepare
+from groupwise.training.setup import Prepared
 
-__all__ = ["Watch", "check_before", "diagnose_prepared", "diagnose_run", "diagnose_settings", "refuse", "verdict_on"]
+__all__ = ["Watch", "check_before", "diagnose_prepared", "diagnose_run", "refuse", "verdict_on"]
 
 ENOUGH, CERTAIN = 5, 10
 """Steps before which nothing is said of a run but what one step shows for certain, and before which nothing is critical: rules take
@@ -43,15 +43,8 @@ def verdict_on(run: RunRecord, findings: Iterable[Finding]) -> str:
     return too_early if steps < ENOUGH else "No problem found"
 
 
-def diagnose_settings(config: Config) -> list[Finding]:
-    """What can be said of a run before it starts: settings, data, rewards and the model's tokenizer; no weights are loaded.
-
-    Raises what ``prepare`` raises: what makes a run impossible is an error, and no finding.
-    """
-    return diagnose_prepared(prepare(config))
-
-
 def diagnose_prepared(prepared: Prepared) -> list[Finding]:
+    """What can be said of a run before it starts: settings, data, rewards and the model's tokenizer; no weights are loaded."""
     from groupwise.models.devices import with_dtype
 
     # The settings as a run on this machine would have them.
